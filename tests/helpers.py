@@ -19,7 +19,7 @@ from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.registry import BACKENDS, HOPPER
 from flashattn3.call.dtypes import FULL_PRECISION
 from flashattn3.run import cached_plans
-from flashattn3.run.cached_launches import launches_of
+from flashattn3.run.launches import cached_launch_cache
 from flashattn3_bench.checking import (
     FORWARD_CASES,
     FORWARD_FACTOR,
@@ -203,5 +203,5 @@ def case_named(name: str):
 def forget_cached_calls() -> None:
     """The plans and checks of cached calls and appends are found anew."""
     of_ops = cached_plans.plan_of, cached_plans._checked_decode, cached_plans._checked_append
-    for cache in (*of_ops, launches_of):
+    for cache in (*of_ops, cached_launch_cache):
         cache.cache_clear()

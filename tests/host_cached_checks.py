@@ -16,7 +16,7 @@ from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.cached import DECODE
 from flashattn3.call.metadata import metadata_of
 from flashattn3.run import cached_plans
-from flashattn3.run.cached_launches import launches_of
+from flashattn3.run.launches import cached_launch_cache
 
 
 def use_cached_calls() -> None:
@@ -221,7 +221,7 @@ FURTHER = (
 OPTIONS = [{"causal": c, "return_lse": lse} for c in (False, True) for lse in (False, True)]
 
 
-def expect_planned(host, given, num_launches, **options):
+def expect_kept(host, given, num_launches, **options):
     """A call like an earlier one is not checked in Python."""
     forget_cached_calls()
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -231,17 +231,17 @@ def expect_planned(host, given, num_launches, **options):
     assert (found.checks, len(launches_in(found))) == (0, num_launches), (launches_in(found), given)
 
 
-def check_planned_calls_with_further_arguments(host):
+def check_kept_calls_with_further_arguments(host):
     """They pass to the driver what they pass without the operator that finds their launch."""
     use_cached_calls()
     for layout, seqlen_q, options in product((dense, paged), (1, 3), OPTIONS):
         for further in FURTHER:
             given = further(layout(seqlen_q=seqlen_q))
             # A kernel clears the rows of no sequence.
-            expect_planned(host, given, 1 + ("cu_seqlens_q" in given), **options)
+            expect_kept(host, given, 1 + ("cu_seqlens_q" in given), **options)
 
 
-def check_planned_calls_that_append(host):
+def check_kept_calls_that_append(host):
     """The append comes first."""
     use_cached_calls()
     appends = [new_tokens(), new_tokens(tokens=3)]
@@ -252,14 +252,14 @@ def check_planned_calls_that_append(host):
     for layout, new, options in product((dense, paged), appends, OPTIONS):
         for further in (lambda given: given, *FURTHER):
             given = further(layout(seqlen_q=3)) | new
-            expect_planned(host, given, 2 + ("cu_seqlens_q" in given), **options)
-        expect_planned(host, layout() | new | {"cache_seqlens": 7}, 2, **options)
+            expect_kept(host, given, 2 + ("cu_seqlens_q" in given), **options)
+        expect_kept(host, layout() | new | {"cache_seqlens": 7}, 2, **options)
     given = dense() | new_tokens(tables=torch.float32)
     wide = torch.zeros(3, 1, 8, 65).bfloat16()[..., :64]  # is rotated to other memory
-    expect_planned(host, given | {"q": wide}, 2)
+    expect_kept(host, given | {"q": wide}, 2)
 
 
-def check_planned_calls_of_changed_tensors(host):
+def check_kept_calls_of_changed_tensors(host):
     """A launch serves no call that it is not planned for, and errors are those of a first call."""
     use_cached_calls()
     forget_cached_calls()
@@ -365,14 +365,14 @@ def check_planned_calls_of_changed_tensors(host):
             assert isinstance(found.result, str) and found.events == [], (changes, found)
 
 
-def check_the_schemas_of_planned_operators(host):
+def check_the_schemas_of_kept_operators(host):
     """The schema of each operator declares what it writes and what it returns."""
     use_cached_calls()
     forget_cached_calls()
     given = dense() | new_tokens(tables=torch.float32)
     flash_attn_with_kvcache(**given)
     options = DECODE.convert("flash_attn_with_kvcache", {"backend": None})
-    number = launches_of(options).number
+    number = cached_launch_cache(options).number
     read = (given[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens"))
     lse = torch.zeros(3, 8, 1)
     call = (number, *read, None, -1, lse)
@@ -380,28 +380,28 @@ def check_the_schemas_of_planned_operators(host):
     for out in (None, torch.zeros_like(given["q"])):
         further = out, -1, None, None, None
         for name, arguments in (
-            ("decode_planned", call),
-            ("decode_planned_with", (*call, *further)),
-            ("append_planned", (*call, *further, *new)),
+            ("decode_kept", call),
+            ("decode_kept_with", (*call, *further)),
+            ("append_kept", (*call, *further, *new)),
         ):
             operator = getattr(torch.ops.flashattn3_hopper, name).default
             tests = "test_schema", "test_autograd_registration"
             torch.library.opcheck(operator, arguments, test_utils=tests)
             result = operator(*arguments)
             assert result.shape == given["q"].shape
-            assert (result is out) == (out is not None and name != "decode_planned")
+            assert (result is out) == (out is not None and name != "decode_kept")
 
 
-def check_planned_calls(host):
+def check_kept_calls(host):
     """A call like an earlier one passes the same to the driver, whatever became of its tensors, and
     invalid ones raise the same."""
     use_cached_calls()
     for return_lse in (False, True):
-        compare_planned_calls(host, {"causal": True, "return_lse": return_lse})
+        compare_kept_calls(host, {"causal": True, "return_lse": return_lse})
 
 
-def compare_planned_calls(host, like):
-    launches_of.cache_clear()
+def compare_kept_calls(host, like):
+    cached_launch_cache.cache_clear()
 
     def run(given):
         return flash_attn_with_kvcache(**given, **like)
@@ -467,7 +467,7 @@ def check_the_grid_of_an_append(host):
     """A kernel without shared memory of its choice: CTAs of K, V and q, then of attention."""
     use_cached_calls()
 
-    def launches_of(call):
+    def cached_launch_cache(call):
         return [numbers for name, *numbers in events_of(host, call) if name == "launch"]
 
     def tensors(batch, seqlen, d, heads=8):
@@ -475,7 +475,7 @@ def check_the_grid_of_an_append(host):
 
     def append(k, v, k_cache, v_cache, **named):
         call = partial(append_kvcache, k, v, k_cache, v_cache, cache_seqlens=5, **named)
-        return launches_of(call)
+        return cached_launch_cache(call)
 
     # A CTA takes tokens of 1024 vectors; where a tensor has few tokens, one.
     assert append(*tensors(64, 1, 128)) == [[64 + 64, 256, 0]]

@@ -62,7 +62,7 @@ def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfl
     return [torch.randn(2, *shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def forget_planned_calls() -> None:
+def forget_kept_calls() -> None:
     for cache in (doors.launch_cache, bhsd._launch_cache):
         cache.cache_clear()
 
@@ -283,7 +283,7 @@ def check_calls_like_an_earlier_one(host):
         return run(*arguments, **options)[2]
 
     for is_bhsd, gradients in itertools.product((False, True), repeat=2):
-        forget_planned_calls()
+        forget_kept_calls()
         for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dv": 32}):
             tensors = given(is_bhsd, **other)
             known = {x.data_ptr() for x in tensors}
@@ -333,7 +333,7 @@ def check_few_queries_of_many_keys(host):
     node in C++ if there are gradients."""
     use_cached_calls()
     for batch, is_bhsd, gradients in itertools.product((1, 3), (False, True), (False, True)):
-        forget_planned_calls()
+        forget_kept_calls()
         shapes = (2, 32), (2000 + batch, 8), (2000 + batch, 8)
         tensors = [torch.zeros(batch, *shape, 128).bfloat16() for shape in shapes]
         events = events_of(host, partial(flash_attn_with_kvcache, *tensors, causal=True))
@@ -380,7 +380,7 @@ def check_layers_like_an_earlier_one(host):
         ({"sliding_window": 9, "is_causal": False}, {"window_size": (8, 8)}),
     )
     for options, of_function in cases:
-        forget_planned_calls()
+        forget_kept_calls()
         leaves = [x.detach().transpose(1, 2).requires_grad_() for x in inputs(64)]
         wanted = options_of(flash_attn_bhsd_func(*leaves, **of_function))
         for _ in range(3):
@@ -447,7 +447,7 @@ def check_calls_without_the_node(host):
     assert type(out.grad_fn).__name__ == OWN_NODE
     shifted = torch.randn(q.numel() + 1).bfloat16()[1:].view_as(q).requires_grad_()
     for tensors in (inputs(48, d=20), inputs(48, dv=36), (shifted, k, v)):
-        forget_planned_calls()
+        forget_kept_calls()
         assert type(flash_attn_func(*tensors).grad_fn).__name__ == OWN_NODE
         flash_attn_func(q, k, v)  # now there are launches for these options
         assert type(flash_attn_func(*tensors).grad_fn).__name__ == NODE
@@ -520,7 +520,7 @@ def check_the_next_token_of_a_model(host):
 
 def options_of(out):
     """The options whose number the autograd node of out has saved."""
-    found = launches._numbered[int(out.grad_fn._saved_dropout_p)].options
+    found = launches._with_node[int(out.grad_fn._saved_dropout_p)].options
     return found._replace(backend=None, window_right=0 if found.causal else found.window_right)
 
 
@@ -582,9 +582,9 @@ def print_times() -> None:
     use_cached_calls()
     bhsd.is_checked = operators.is_checked = lambda device: False
     with_node = times_of_calls()
-    HopperLaunch.passes = None
+    HopperLaunch.keep = None
     operators._plan.cache_clear()
-    forget_planned_calls()
+    forget_kept_calls()
     without = times_of_calls()
     for name, time in with_node.items():
         print(f"{name}: {time:.1f} us, without the node in C++ {without[name]:.1f}")

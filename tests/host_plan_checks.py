@@ -18,7 +18,7 @@ from flashattn3.call.fields import CALL, Options
 from flashattn3.call.operands import Tensors
 from flashattn3.call.tensor_fields import CACHED_PLAN, FOUND, ROWS, TENSORS
 from flashattn3.run import doors, operators
-from flashattn3.run.cached_launches import launches_of
+from flashattn3.run.launches import cached_launch_cache
 
 SHAPES = {"q": (2, 40, 4, 64), "k": (2, 40, 2, 64), "v": (2, 40, 2, 64)}
 
@@ -74,7 +74,7 @@ def is_shared(cache, tensors) -> bool:
 def check_calls_that_differ_in_one_tensor(host):
     """Never a shared launch where a plan depends on the property, always elsewhere."""
     assert [field.name for field in FOUND] == [*SHAPES, "cu_seqlens_q", "cu_seqlens_k"]
-    found = torch.ops.flashattn3_hopper.forward_planned.default._schema.arguments[1:]
+    found = torch.ops.flashattn3_hopper.forward_kept.default._schema.arguments[1:]
     assert [x.name for x in found] == [field.name for field in TENSORS if field.found]
     edges = torch.tensor([0, 40, 80], dtype=torch.int32)
     for is_bhsd, varlen in product((True, False), repeat=2):
@@ -86,7 +86,7 @@ def check_calls_that_differ_in_one_tensor(host):
         in_rows = [x.flatten(0, 1) if varlen else x for x in sides]
         launch = operators.launch_of(Tensors(*in_rows, indices, indices), options)
         cache = doors.launch_cache(options, is_bhsd)
-        cache.keep(launch.passes, *given.values())
+        cache.keep(launch.keep, is_bhsd, *given.values())
         assert is_shared(cache, tuple(given.values()))
         for field in FOUND if varlen else FOUND[: len(SHAPES)]:
             if field.kind is ROWS:
@@ -112,7 +112,10 @@ def other_value(name: str, value):
 
 def check_calls_that_differ_in_one_option(host):
     """A plan depends on every option, so that launches are kept under the number of all of them."""
-    for kind, cached in ((CALL, partial(doors.launch_cache, bhsd=False)), (DECODE, launches_of)):
+    for kind, cached in (
+        (CALL, partial(doors.launch_cache, bhsd=False)),
+        (DECODE, cached_launch_cache),
+    ):
         plain = kind.Options()
         assert cached(plain) is cached(kind.Options())
         for name in plain._fields:

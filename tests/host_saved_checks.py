@@ -37,9 +37,9 @@ def forget() -> None:
 
 def without_node() -> pytest.MonkeyPatch:
     patch = pytest.MonkeyPatch()
-    patch.setattr(HopperLaunch, "passes", None)
+    patch.setattr(HopperLaunch, "keep", None)
     forget()
-    operators._plan.cache_clear()  # launches keep their passes
+    operators._plan.cache_clear()  # launches keep that function
     return patch
 
 

@@ -222,7 +222,7 @@ def test_the_layout_of_the_metadata_is_that_of_the_kernel():
 
 
 def handle_of(plan) -> Prepared:
-    return plan.launch.prepared.handle
+    return plan.launch.kernel_launch.handle
 
 
 def test_what_a_plan_passes_to_the_library():
@@ -566,7 +566,7 @@ def test_forwards_of_few_query_rows_run_on_a_decode_kernel():
             plan = forward_plan(*shape, num_splits=num_splits)
             packed = plan.launch.config.packed
             assert packed.kernel_config.name == "decode_bf16_d128_64x2"
-            assert packed.prepared.handle.record.whole_tiles == (num_splits == 1)
+            assert packed.kernel_launch.handle.record.whole_tiles == (num_splits == 1)
             assert set(plan.unused_hints) == ({"num_splits"} if num_splits > 1 else set())
     chunk = 1, 64, 16384
     assert forward_plan(*chunk).launch.config.packed is not None

@@ -93,7 +93,7 @@ def test_which_kernels_run_a_call(of, said):
     dtype = "fp16" if of.get("dtype") == torch.float16 else "bf16"
     config = select(dtype, max(of.get("d", 128), of.get("dv", 0)))
     assert described["kernel config"] == config.name
-    handle = plan.launch.prepared.handle
+    handle = plan.launch.kernel_launch.handle
     assert CACHED_CONFIGS[handle.config] is config
     if config.kind == "forward":
         rows = f"{config.block_m // 64} x 64 rows of a head"
@@ -108,7 +108,7 @@ def test_short_sequences_of_a_ragged_call_run_on_a_decode_kernel_beside():
     q = torch.empty(900, 32, 128, dtype=torch.bfloat16, device="meta")
     for longest, short in ((300, 16), (1, 0)):
         plan = plan_of(max_seqlen_q=longest, q=q, cu_seqlens_q=edges)
-        record = plan.launch.prepared.handle.record
+        record = plan.launch.kernel_launch.handle.record
         assert record.short_queries == short
         config = select_decode_config("bf16", 128)
         assert record.short_config == (CACHED_CONFIGS.index(config) if short else -1)
@@ -234,7 +234,7 @@ def test_what_a_forward_kernel_refuses():
     with pytest.raises(RuntimeError, match="decode: k_cache must be of rows at multiples of 16"):
         wide = torch.zeros(2, 128, 8, 132, dtype=torch.bfloat16)[..., :128]
         LIBRARY.decode(handle, *call_of(k_cache=wide))
-    assert isinstance(plan_of(seqlen_q=300).launch.prepared.handle, Prepared)
+    assert isinstance(plan_of(seqlen_q=300).launch.kernel_launch.handle, Prepared)
 
 
 LONG = (700, 64, 65, 331)

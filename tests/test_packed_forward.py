@@ -71,7 +71,7 @@ def test_the_default_occupies_every_sm(varlen):
         for dims in DIMS:
             packed = on_hopper(*shape, dims=dims, varlen=varlen).launch.config.packed
             assert packed.kernel_config.kind == "decode", (shape, dims)
-            record = packed.prepared.handle.record
+            record = packed.kernel_launch.handle.record
             assert not record.whole_tiles and record.num_sms == 132, (shape, dims)
     for device in (H100, A100, L4, ORIN, B200):
         for shape in LONG if device.num_sms > 100 else SMALL:

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class PassOperators(NamedTuple):
-    """Functions that keep the launches of calls, find that of a call and run it.
+    """Functions that find the launch of a call and run it.
 
     number: of a ``LaunchCache``. q, k and v have a batch also with cu_seqlens.
 
-    keep: of (number, bhsd, the launch of each pass, q, k, v, cu_seqlens_q, cu_seqlens_k).
     namespace: of torch.ops, with the operators of the autograd node in C++; None: there is none.
     forward: of (number, q, k, v, cu_seqlens_q, cu_seqlens_k): out and lse, None in place of each if
         no launch is kept for such a call.
@@ -29,22 +28,9 @@ class PassOperators(NamedTuple):
         None as above.
     """
 
-    keep: Callable[..., None]
     namespace: torch._ops._OpNamespace | None
     forward: Callable[..., tuple[Tensor | None, Tensor | None]]
     backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
-
-
-class Passes(NamedTuple):
-    """Both passes of a call: the operators and the prepared launches that they take.
-
-    packed: of the decode kernel that runs the forward; None: its own kernel does.
-    """
-
-    operators: PassOperators
-    forward: Tensor
-    backward: Tensor
-    packed: Tensor | None
 
 
 class CachedOperators(NamedTuple):
@@ -52,11 +38,13 @@ class CachedOperators(NamedTuple):
     for such a call. RuntimeError for tensors that do not fit each other.
 
     decode: of (number, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse). number: of a
-        ``CachedLaunches``. seqlen: -1: the capacity. lse: where it is written; None: it is not.
-    decode_with: the same and the fields of ``Further`` in run/cached_launches.py.
+        ``LaunchCache``. seqlen: -1: the capacity. lse: where it is written; None: it is not.
+    decode_with: the same and the fields of ``Further`` in run/launches.py.
     append: the same, the fields of ``NewTokens`` and whether all queries of a sequence have one
         position; writes the new tokens, then attends. None: appends run on another backend.
     """
+
+    namespace = None  # there is no gradient
 
     decode: Callable[..., Tensor | None]
     decode_with: Callable[..., Tensor | None]
@@ -81,8 +69,10 @@ class Launch(Protocol):
         """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
 
     @property
-    def passes(self) -> Passes | None:
-        """Both passes as ``PassOperators`` keep them; None where they cannot run such calls."""
+    def keep(self) -> Callable[..., PassOperators] | None:
+        """Keeps the launches of both passes for calls like one, and returns the operators that find
+        them: of (number, bhsd, q, k, v, cu_seqlens_q, cu_seqlens_k). None where Python looks for
+        the launch of every call."""
 
 
 class CachedLaunch(Protocol):
@@ -111,10 +101,10 @@ class CachedLaunch(Protocol):
     ) -> Tensor:
         """Write out, new if None, and lse. Returns out."""
 
-    def keep(self, number: int, seqlen_q: int) -> CachedOperators | None:
-        """Give the operators the launch under the number of a ``CachedLaunches``, for calls with
-        seqlen_q queries, in a varlen batch of the longest sequence. None if Python checks every
-        call."""
+    @property
+    def keep(self) -> Callable[[int, int], CachedOperators] | None:
+        """The same of (number, seqlen_q), for calls with seqlen_q queries, in a varlen batch of the
+        longest sequence."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         """Write the new tokens into the caches, and the rotated q into q_out."""

@@ -27,7 +27,7 @@ from ..errors import UnsupportedError, shown, value_error
 from ..kvcache_api import flash_attn_with_kvcache
 from ..modes import is_watched
 from ..run.bhsd import attend_bhsd, attend_like_before, call_operator, is_compiled
-from ..run.cached_launches import Further, run_planned
+from ..run.launches import Further, attend_kept
 from .libraries import import_library
 from .masks import mask
 from .packed_positions import edges_of_positions, edges_of_traced_positions
@@ -220,7 +220,7 @@ def _attend_to_cache(
     if s_aux is None and not is_watched(query, key):
         options = _options_of_one_query(window, scaling, True, softcap, None)
         further = None if begin is None else Further(cache_leftpad=begin)
-        out = run_planned(options, q, k, v, end, None, None, further, None)
+        out = attend_kept(options, q, k, v, end, None, None, further, None)
         if out is not None:
             return out
     if not _fits_a_cached_call(query, key, value, end):

@@ -204,8 +204,8 @@ def _run_forward(*arguments):
         """Compute the call, and let the backend's operators find its launch for further ones."""
         launch = launch_of(tensors, options)
         results = launch.forward(tensors)
-        if launch.passes is not None and not is_checked(tensors.q.device):
-            cache.keep(launch.passes, *arguments[:NUM_TENSORS])
+        if launch.keep is not None and not is_checked(tensors.q.device):
+            cache.keep(launch.keep, True, *arguments[:NUM_TENSORS])
         return results
 
     return _forward(forward_and_plan, _known_options, *arguments)

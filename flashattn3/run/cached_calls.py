@@ -24,7 +24,6 @@ from ..call.metadata import metadata_of
 from ..call.selection import backend_in_force
 from ..errors import expect, shown, value_error
 from ..modes import has_autocast, is_watched
-from .cached_launches import Further, NewTokens, run_planned
 from .cached_operators import (
     check_call,
     count_writes,
@@ -41,6 +40,7 @@ from .cached_plans import (
     result_shapes,
     run_checked,
 )
+from .launches import Further, NewTokens, attend_kept
 from .operator_rules import as_cache_under_autocast
 
 
@@ -93,7 +93,7 @@ def with_kvcache(
         if not (out is longest is cache_batch_idx is cache_leftpad is cu_seqlens_q is None):
             most = -1 if longest is None else longest
             further = Further(out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q)
-        result = run_planned(
+        result = attend_kept(
             options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new
         )
         if result is not None:

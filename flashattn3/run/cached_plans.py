@@ -32,7 +32,7 @@ from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.scheduler_metadata import hash_of_options
 from ..call.value_checks import is_checked
 from ..errors import expect
-from .cached_launches import launches_of
+from .launches import cached_launch_cache
 from .operator_rules import recorded, warn_of_reference
 from .planner import Plan, choose
 
@@ -67,8 +67,8 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     plan = plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
     q, _, v_cache = found[:3]
     _, _, seqlen_q = query_sizes(DecodeTensors(*found), lengths.max_seqlen_q)
-    if not is_checked(q.device):
-        launches_of(options).keep(plan.launch, seqlen_q)
+    if plan.launch.keep is not None and not is_checked(q.device):
+        cached_launch_cache(options).keep(plan.launch.keep, seqlen_q)
     of_out, of_lse = result_shapes(q, v_cache)
     wanted = options.return_lse or plan.launch.needs_lse
     of_lse = of_lse if wanted else None

@@ -76,7 +76,7 @@ def attend(
 @lru_cache(maxsize=4096)
 def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
     """That of eager calls with these options, and of compiled ones. bhsd: as in ``attend``."""
-    return LaunchCache(options, bhsd, _forward_of_node, _backward_of_node)
+    return LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node))
 
 
 def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tuple[Tensor, Tensor]:
@@ -99,8 +99,8 @@ def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tu
         refuse_gradients(options.function, q=q, k=k, v=v)
     key = checked_key_of(options.function, tensors)
     launch = launch_under(key_of_transposed(key) if bhsd else key, tensors, options)
-    if has_cache and launch.passes is not None:
-        cache.keep(launch.passes, q, k, v, None, None)
+    if has_cache and launch.keep is not None:
+        cache.keep(launch.keep, bhsd, q, k, v, None, None)
         if differentiably and cache.operators is not None:
             results = cache.attend(q, k, v, True)
             if results is not None:
@@ -115,8 +115,8 @@ def _launch_of_node(cache: LaunchCache, tensors: Tensors) -> Launch:
     """The launch of a call that the node got; the operators find it from now on."""
     key = checked_key_of(cache.options.function, tensors)
     launch = launch_under(key_of_transposed(key) if cache.bhsd else key, tensors, cache.options)
-    if launch.passes is not None:
-        cache.keep(launch.passes, *tensors[:5])
+    if launch.keep is not None:
+        cache.keep(launch.keep, cache.bhsd, *tensors[:5])
     return launch
 
 

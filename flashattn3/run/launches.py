@@ -1,41 +1,53 @@
-"""The launches of calls like an earlier one: an operator of the backend finds a call's launch from
-its tensors, in less time than Python takes to read them."""
+"""The launches of calls like an earlier one, as each step of a generating model is like the step
+before: an operator of the backend finds a call's launch from its tensors, in less time than Python
+takes to read them. Nothing of such a call is checked or planned in Python."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import count
 from operator import attrgetter
-from threading import Lock, local
-from typing import TYPE_CHECKING
+from threading import local
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..call.cached import DecodeOptions, lse_shape, one_q_position
 from .aten_node import registered_node
 
 if TYPE_CHECKING:
-    from ..backends.base import Passes, PassOperators
+    from ..backends.base import CachedOperators, PassOperators
 
 # The node replaces a kernel for tensors on a GPU; on others torch's own would run.
 has_node = attrgetter("is_cuda")
 
 
 class LaunchCache:
-    """The launches of calls with the same options and axes. The operators keep them under a number
-    of the cache; a call whose launch they do not have is checked in Python.
+    """The launches of calls with the same options, and the same axes. The backend's operators keep
+    them under the number of the cache; a call whose launch they do not have is checked in Python.
 
     operators: None before the first launch. node: attention with an autograd node in C++, or None.
-    forward_of, backward_of: compute a call of the autograd node whose launch the operators do not
-        have, from the cache and the tensors of the pass, and give them the launch.
+    in_python: compute both passes of a call of the node whose launch the operators do not have,
+        from the cache and the tensors of the pass, and give them the launch.
     """
 
-    def __init__(self, options, bhsd: bool, forward_of: Callable, backward_of: Callable) -> None:
-        self.options, self.bhsd = options, bhsd
-        self.forward_of, self.backward_of = forward_of, backward_of
-        self.operators: PassOperators | None = None
+    def __init__(self, options, bhsd: bool = False, in_python: tuple[Callable, ...] = ()) -> None:
+        self.options, self.bhsd, self.in_python = options, bhsd, in_python
+        self.number = next(_numbers)
+        self.operators: PassOperators | CachedOperators | None = None
         self.node: Callable | None = None
-        self.number = 0
+
+    def keep(self, keep: Callable, *call: object) -> None:
+        """Give the operators a launch for calls like this one. keep, call: of ``Launch.keep``."""
+        with _disable_current_modes():
+            operators = keep(self.number, *call)
+        if operators.namespace is not None and len(_with_node) < MOST:
+            _with_node[self.number] = self
+            self.node = node_of(operators)
+        self.operators = operators
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, differentiably: bool
@@ -61,38 +73,18 @@ class LaunchCache:
                 raise
             raise error from None
 
-    def keep(self, passes: Passes, *tensors: Tensor | None) -> None:
-        """Give the operators a launch for calls like that of q, k, v, cu_seqlens_q and
-        cu_seqlens_k, if not too many options have launches."""
-        if self.operators is None and not _enumerate(self):
-            return
-        with _disable_current_modes():
-            operators, *launches = passes
-            operators.keep(self.number, self.bhsd, *launches, *tensors)
-        self.node = node_of(operators)
-        self.operators = operators
 
-
-MOST = 4096  # options with a number; gradients may ask for any of them, so that none is dropped
-_numbered: list[LaunchCache | None] = [None]  # torch's own calls have the number 0
-_lock = Lock()
+_numbers = count(1)  # torch's own calls of the node have the number 0
+MOST = 4096  # caches with a node: gradients may ask for any of them, so that none is dropped
+_with_node: dict[int, LaunchCache] = {}
 _failed = local()  # error: what forward_in_python raised in this thread
-
-
-def _enumerate(cache: LaunchCache) -> bool:
-    """Return whether the cache has a number, or gets one."""
-    with _lock:
-        if not cache.number and len(_numbered) <= MOST:
-            cache.number = len(_numbered)
-            _numbered.append(cache)
-    return cache.number > 0
 
 
 def forward_in_python(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
     """The backend's operator of this name. Its caller in C++ loses exceptions."""
-    cache = _numbered[number]
+    cache = _with_node[number]
     try:
-        return (*cache.forward_of(cache, q, k, v), None)
+        return (*cache.in_python[0](cache, q, k, v), None)
     except BaseException as error:
         _failed.error = error
         return None, None, _message(error)
@@ -101,17 +93,15 @@ def forward_in_python(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 def backward_in_python(number: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
     """The same of the gradient, from dout, out, lse, q, k and v. Autograd runs it in a thread of
     its own, so that its caller gets the message alone."""
-    cache = _numbered[number]
+    cache = _with_node[number]
     try:
-        return (*cache.backward_of(cache, *tensors), None)
+        return (*cache.in_python[1](cache, *tensors), None)
     except BaseException as error:
         return None, None, None, _message(error)
 
 
 def node_of(operators: PassOperators) -> Callable | None:
     """The attention with the autograd node of these operators, registered in the first call."""
-    if operators.namespace is None:
-        return None
     return registered_node(operators.namespace, forward_in_python, backward_in_python)
 
 
@@ -121,3 +111,93 @@ def _message(error: BaseException) -> Tensor:
 
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+class Further(NamedTuple):
+    """Arguments of a cached call that most calls lack. max_seqlen_q: -1: the number of rows."""
+
+    out: Tensor | None = None
+    max_seqlen_q: int = -1
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+
+
+class NewTokens(NamedTuple):
+    """Arguments of a cached call that appends."""
+
+    k: Tensor
+    v: Tensor
+    cu_seqlens_k_new: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotary_interleaved: bool
+
+
+cached_launch_cache = lru_cache(maxsize=4096)(LaunchCache)  # of DecodeOptions
+
+
+def attend_kept(
+    options: DecodeOptions,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None,
+    page_table: Tensor | None,
+    seqlen: int | None,
+    further: Further | None,
+    new: NewTokens | None,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Run a cached call that nothing watches; None if it must be checked, because no launch is kept
+    for such a call or because the tensors are invalid."""
+    cache = cached_launch_cache(options)
+    operators, number = cache.operators, cache.number
+    if operators is None:
+        return None
+    if seqlen is None:
+        seqlen = -1
+    elif seqlen < 0:
+        return None
+    try:
+        if torch.is_grad_enabled() and (
+            q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+        ):
+            return None
+        if further is new is None:
+            operator, more = operators.decode, ()
+        else:
+            operator, more = _with_more(operators, options, further or _NOTHING, new)
+            if operator is None:
+                return None
+        lse = q.new_empty(lse_shape(q), dtype=torch.float32) if options.return_lse else None
+        out = operator(number, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse, *more)
+    except (AttributeError, RuntimeError, ValueError):
+        return None  # the checks name the argument, or the launch fails again
+    return out if lse is None or out is None else (out, lse)
+
+
+_NOTHING = Further()
+
+
+def _with_more(
+    operators: CachedOperators, options: DecodeOptions, further: Further, new: NewTokens | None
+) -> tuple[Callable[..., Tensor | None] | None, tuple]:
+    """The operator of a call with more arguments, and these. None if Python has to check the call:
+    torch sees the operators of other classes of tensors."""
+    out = further.out
+    if not (out is None or type(out) is Tensor) or _need_gradient(out):
+        return None, ()
+    if new is None:
+        return operators.decode_with, further
+    k, v, _, cos, sin, _ = new
+    if not type(k) is type(v) is Tensor or _need_gradient(k, v, cos, sin):
+        return None, ()
+    return operators.append, (*further, *new, one_q_position(options))
+
+
+def _need_gradient(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False

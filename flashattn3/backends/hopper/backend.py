@@ -43,7 +43,7 @@ from .library import Library, library_for_gpu, mended_by
 from .packing import estimate
 
 if TYPE_CHECKING:
-    from ..base import CachedLaunch, Passes
+    from ..base import CachedLaunch, PassOperators
 
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
@@ -129,8 +129,8 @@ class HopperLaunch:
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
-    def passes(self) -> Passes | None:
-        return hopper_launch.passes(self, self.library)
+    def keep(self) -> Callable[..., PassOperators] | None:
+        return hopper_launch.prepare_keep(self, self.library)
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:

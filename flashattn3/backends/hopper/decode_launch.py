@@ -38,11 +38,11 @@ ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
 DECODE_ROWS = 192
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
-_PLANNED_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - {"scheduler_metadata"}
+_KEPT_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - {"scheduler_metadata"}
 
 
-class Prepared(NamedTuple):
-    """A prepared launch and its sizes. handle: the prepared launch, as in ``Launch``."""
+class KernelLaunch(NamedTuple):
+    """The prepared launch of a kernel and its sizes. handle: as in ``Launch``."""
 
     handle: Tensor
     num_threads: int
@@ -63,7 +63,7 @@ class DecodeLaunch:
     problem: DecodeProblem
     kernel_config: DecodeConfig | ForwardConfig
     reason: str
-    prepared: Prepared = field(compare=False, repr=False)
+    kernel_launch: KernelLaunch = field(compare=False, repr=False)
     library: Library = field(compare=False, repr=False)
     num_sms: int
     leaves_sms: bool
@@ -93,7 +93,7 @@ class DecodeLaunch:
             "num_stages": stages,
             "warpgroups": f"1 loads, {multiply} multiply",
             "parts": "none: whole tiles" if whole else f"equal shares on {self.num_sms} SMs",
-            "shared_memory_bytes": self.prepared.shared_memory_bytes,
+            "shared_memory_bytes": self.kernel_launch.shared_memory_bytes,
             "tile measured": config.measured or "not yet",
             "copied first": "q" if self.copies_q else "nothing",
         }
@@ -107,7 +107,7 @@ class DecodeLaunch:
     @cached_property
     def decode(self) -> Callable[..., Tensor]:
         """See ``CachedLaunch``."""
-        library, handle, problem = self.library, self.prepared.handle, self.problem
+        library, handle, problem = self.library, self.kernel_launch.handle, self.problem
         operator, into = library.decode, library.decode_into
         copies_q = self.copies_q
         converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
@@ -138,17 +138,23 @@ class DecodeLaunch:
 
         return run
 
-    def keep(self, number: int, seqlen_q: int) -> CachedOperators | None:
+    @cached_property
+    def keep(self) -> Callable[[int, int], CachedOperators] | None:
         """See ``CachedLaunch``. None where a plan depends on more than CACHED_PLAN
         (call/tensor_fields.py) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
-        alike = problem.given <= _PLANNED_WITH and problem.rows <= DECODE_ROWS
+        alike = problem.given <= _KEPT_WITH and problem.rows <= DECODE_ROWS
         if library.keep_decode is None or not alike or problem.misaligned:
             return None
         index = -1 if problem.device.index is None else problem.device.index
-        library.keep_decode(number, self.prepared.handle, index, seqlen_q)
-        append = library.append_planned if self.appends else None
-        return CachedOperators(library.decode_planned, library.decode_planned_with, append)
+        append = library.append_kept if self.appends else None
+        operators = CachedOperators(library.decode_kept, library.decode_kept_with, append)
+
+        def keep(number: int, seqlen_q: int) -> CachedOperators:
+            library.keep_decode(number, self.kernel_launch.handle, index, seqlen_q)
+            return operators
+
+        return keep
 
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
@@ -156,7 +162,7 @@ class DecodeLaunch:
         """The grid and the workspace of a call of the problem, at any lengths of its cache."""
         rows = total_q if self.problem.varlen else -1
         num_ctas, workspace_bytes, on_warps = self.library.decode_size(
-            self.prepared.handle, batch, seqlen_q, capacity, rows
+            self.kernel_launch.handle, batch, seqlen_q, capacity, rows
         )
         sizes = {"grid": (num_ctas, 1, 1), "workspace_bytes": workspace_bytes}
         return sizes | self._describe_warps() if on_warps else sizes
@@ -247,9 +253,9 @@ def decode_launch(
     short_config = CACHED_CONFIGS.index(config_of(problem)) if short else -1
     record = decode_record_of(problem, device, short_config, short)
     with _disable_current_modes():  # the plan outlives the call
-        prepared = Prepared(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
+        kernel_launch = KernelLaunch(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
     sms = record.num_sms, record.leaves_sms
-    return DecodeLaunch(problem, config, reason, prepared, library, *sms, short, appends)
+    return DecodeLaunch(problem, config, reason, kernel_launch, library, *sms, short, appends)
 
 
 def _is_aligned(out: Tensor) -> bool:

@@ -15,7 +15,7 @@ from ...call.dtypes import EIGHT_BIT
 from ...call.metadata import ALIGNMENT_BYTES
 from ...call.operands import Tensors, as_scaled
 from ...call.problem import Problem
-from ..base import Passes, PassOperators
+from ..base import PassOperators
 from ..conversions import with_dense_rows
 from .kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS, BackwardConfig, ForwardConfig
 from .launch_record import record_of
@@ -102,8 +102,8 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
     )
 
 
-def passes(launch: HopperLaunch, library: Library) -> Passes | None:
-    """Both passes of a call. None where a pass needs a copy first or another backend, and where the
+def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
+    """See ``Launch.keep``. None where a pass needs a copy first or another backend, and where the
     sequences have a used length."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
@@ -112,13 +112,18 @@ def passes(launch: HopperLaunch, library: Library) -> Passes | None:
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
         return None
-    of_passes = library.forward_planned, library.backward_planned
-    operators = PassOperators(library.keep_passes, library.namespace, *of_passes)
-    if not any(operators):
+    if library.keep_passes is None:
         return None
+    operators = PassOperators(library.namespace, library.forward_kept, library.backward_kept)
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
-    decode = config.packed and config.packed.prepared.handle
-    return Passes(operators, config.launch.handle, backward.handle, decode)
+    decode = config.packed and config.packed.kernel_launch.handle
+    handles = config.launch.handle, backward.handle, decode
+
+    def keep(number: int, bhsd: bool, *tensors: Tensor | None) -> PassOperators:
+        library.keep_passes(number, bhsd, *handles, *tensors)
+        return operators
+
+    return keep
 
 
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:

@@ -48,12 +48,12 @@ class Library(NamedTuple):
     decode: Callable | None = None
     decode_into: Callable | None = None
     keep_passes: Callable | None = None
-    forward_planned: Callable | None = None
-    backward_planned: Callable | None = None
+    forward_kept: Callable | None = None
+    backward_kept: Callable | None = None
     keep_decode: Callable | None = None
-    decode_planned: Callable | None = None
-    decode_planned_with: Callable | None = None
-    append_planned: Callable | None = None
+    decode_kept: Callable | None = None
+    decode_kept_with: Callable | None = None
+    append_kept: Callable | None = None
     append: Callable | None = None
 
 
@@ -95,8 +95,8 @@ def find_library() -> Library:
     }
     checked = {name: getattr(operators, name).default for name in arguments}
     newer = "register_autograd_node", "append", "decode_into"
-    newer += "keep_decode", "decode_planned", "decode_planned_with", "append_planned"
-    newer += "keep_passes", "forward_planned", "backward_planned"
+    newer += "keep_decode", "decode_kept", "decode_kept_with", "append_kept"
+    newer += "keep_passes", "forward_kept", "backward_kept"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")

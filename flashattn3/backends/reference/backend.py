@@ -113,7 +113,7 @@ class ReferenceBackend:
 class ReferenceLaunch:
     """See ``Launch``."""
 
-    passes = None
+    keep = None
 
     problem: Problem
     config: ReferenceConfig

@@ -28,6 +28,7 @@ class ReferenceCachedCall(NamedTuple):
 
     problem: CacheProblem
     needs_lse = True
+    keep = None
 
     def describe(self) -> dict[str, object]:
         return {"computes in": _wide(self.problem.dtype)}
@@ -49,9 +50,6 @@ class ReferenceCachedCall(NamedTuple):
         with torch.autocast(out.device.type, enabled=False), _writing_to(out):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
         return out
-
-    def keep(self, number: int, seqlen_q: int) -> None:
-        """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         written = tensors.k_cache, tensors.v_cache, tensors.q_out

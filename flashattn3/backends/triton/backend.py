@@ -43,7 +43,7 @@ FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
 class TritonLaunch:
     """See ``Launch``. Triton is imported when a pass first runs."""
 
-    passes = None
+    keep = None
 
     problem: Problem
     config: TritonConfig

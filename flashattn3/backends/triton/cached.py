@@ -26,6 +26,7 @@ class TritonCachedCall:
     """See ``CachedLaunch``. Triton is imported with the first launch."""
 
     needs_lse = True
+    keep = None
 
     def __init__(self, problem: CacheProblem, tile: CacheTile) -> None:
         self.problem, self.tile = problem, tile
@@ -50,9 +51,6 @@ class TritonCachedCall:
     ) -> Tensor:
         with _current(tensors.q):
             return self._decode(out, lse, tensors, lengths, options_hash)
-
-    def keep(self, number: int, seqlen_q: int) -> None:
-        """Every call is checked in Python."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         with _current(tensors.k):

@@ -18,7 +18,7 @@ from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors, new_out
 from flashattn3.run import cached_calls, cached_plans
-from flashattn3.run.cached_launches import CachedLaunches, launches_of
+from flashattn3.run.launches import LaunchCache, cached_launch_cache
 
 
 def ints(*values):
@@ -26,7 +26,7 @@ def ints(*values):
 
 
 class Double:
-    """A library whose operators of planned calls return ``result``. received: by that of the calls
+    """A library whose operators of kept launches return ``result``. received: by that of the calls
     with the fewest arguments; more: by the others, the operator's name first. kept: number of the
     options, launch, device and queries of each launch that the operators got."""
 
@@ -38,8 +38,8 @@ class Double:
         def decode(handle, lse, *arguments):
             return new_out(DecodeTensors(*arguments[4:]))
 
-        operators = {"decode": decode, "decode_planned": self.run}
-        for name in ("decode_planned_with", "append_planned"):
+        operators = {"decode": decode, "decode_kept": self.run}
+        for name in ("decode_kept_with", "append_kept"):
             operators[name] = partial(self.run_with_more, name)
         operators["keep_decode"] = self.keep
         for name in ("decode_into", "append"):
@@ -84,7 +84,8 @@ def tensors_of(batch=2, seqlen_q=1, heads=(4, 2), d=64, dtype=torch.bfloat16):
 
 
 def launches_with(**options):
-    return launches_of(DECODE.convert("flash_attn_with_kvcache", {"backend": None, **options}))
+    options = {"backend": None, **options}
+    return cached_launch_cache(DECODE.convert("flash_attn_with_kvcache", options))
 
 
 def test_the_second_call_goes_to_the_operator(double):
@@ -183,7 +184,7 @@ def test_further_arguments_go_to_an_operator_of_their_own(given, place, double):
         assert out is double.result and lse is passed[6]
         wanted = [None, given.get("max_seqlen_q", -1), None, None, None]
         wanted[place] = next(iter(given.values()))
-        assert name == "decode_planned_with"
+        assert name == "decode_kept_with"
         assert number == launches_with(return_lse=return_lse).number
         assert all(a is b for a, b in zip(passed[:3], (q, k, v), strict=True))
         assert all(a is b for a, b in zip(passed[7:], wanted, strict=True))
@@ -209,7 +210,7 @@ def test_new_tokens_go_to_an_operator_of_their_own(causal, double):
         versions = [x._version for x in (k, v, *more.values()) if isinstance(x, torch.Tensor)]
         found = flash_attn_with_kvcache(q, k, v, **new, **more, causal=causal)
         name, _, *passed = double.more.pop()
-        assert found is double.result and name == "append_planned"
+        assert found is double.result and name == "append_kept"
         wanted = [q, k, v, new["cache_seqlens"], None, -1, None, more.get("out"), -1]
         wanted += [None, None, None, new["k"], new["v"], None, more.get("rotary_cos")]
         wanted += [more.get("rotary_sin"), more.get("rotary_interleaved", True), not causal]
@@ -353,7 +354,7 @@ def number():
         pytest.skip(LIBRARY.error)
     from test_kvcache_hopper import prepared
 
-    number = CachedLaunches().number
+    number = LaunchCache(DECODE.Options()).number
     for queries in (1, 3):
         LIBRARY.keep_decode(number, prepared()[0], -1, queries)
     return number
@@ -369,7 +370,7 @@ def call_of(**changes):
 
 def test_the_operator_takes_the_calls_that_a_launch_is_kept_for(number):
     def run(number=number, **changes):
-        return LIBRARY.decode_planned(number, *call_of(**changes))
+        return LIBRARY.decode_kept(number, *call_of(**changes))
 
     with pytest.raises(RuntimeError, match=r"decode: q.device must be a GPU"):
         run()  # it is about to run
@@ -404,11 +405,11 @@ def test_the_operator_takes_the_calls_that_a_launch_is_kept_for(number):
 def test_a_launch_is_kept_for_its_gpu_and_a_full_cache_is_emptied(number):
     from test_kvcache_hopper import prepared
 
-    handle, other = prepared()[0], CachedLaunches().number
+    handle, other = prepared()[0], LaunchCache(DECODE.Options()).number
 
     def is_found(number):
         try:
-            return LIBRARY.decode_planned(number, *call_of()) is not None
+            return LIBRARY.decode_kept(number, *call_of()) is not None
         except RuntimeError:
             return True  # it is about to run
 

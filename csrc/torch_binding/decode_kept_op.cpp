@@ -1,4 +1,4 @@
-// flashattn3_hopper::keep_decode, decode_planned, decode_planned_with and append_planned: a cached
+// flashattn3_hopper::keep_decode, decode_kept, decode_kept_with and append_kept: a cached
 // call that is like an earlier one, as each step of a generating model is like the step before. The
 // operators find the launch of such a call: they read the tensors in less time than Python takes to
 // make a key of them.
@@ -120,13 +120,13 @@ struct RepeatedCall {
   }
 };
 
-void decode_planned(StableIValue* stack, uint64_t, uint64_t) {
+void decode_kept(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const RepeatedCall repeated = RepeatedCall::take(arguments);
   return_results(stack, std::tuple(repeated.run()));
 }
 
-void decode_planned_with(StableIValue* stack, uint64_t, uint64_t) {
+void decode_kept_with(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   RepeatedCall repeated = RepeatedCall::take(arguments);
   repeated.take_more(arguments);
@@ -152,7 +152,7 @@ AppendCall take_append(Arguments& arguments, const DecodeCall& call) {
   return append;
 }
 
-constexpr char kAppend[] = "append_planned";
+constexpr char kAppend[] = "append_kept";
 
 // Both launches are checked before the first.
 std::optional<Tensor> append_and_run(RepeatedCall repeated, AppendCall append) {
@@ -175,7 +175,7 @@ std::optional<Tensor> append_and_run(RepeatedCall repeated, AppendCall append) {
   return run_checked_decode(*launch, call, repeated.out);
 }
 
-void append_planned(StableIValue* stack, uint64_t, uint64_t) {
+void append_kept(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   RepeatedCall repeated = RepeatedCall::take(arguments);
   repeated.take_more(arguments);
@@ -185,8 +185,8 @@ void append_planned(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-// options: Python's number of the options of a call (flashattn3/run/cached_launches.py).
-// decode_planned has few arguments, because torch takes 100 ns for each, given or not. An operator
+// options: Python's number of the options of a call (flashattn3/run/launches.py).
+// decode_kept has few arguments, because torch takes 100 ns for each, given or not. An operator
 // returns None, and writes nothing, if no launch is kept for such a call, and throws for tensors
 // that do not fit each other. A given out is the result.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
@@ -202,26 +202,26 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
       "(int options, Tensor q, Tensor(c!) k_cache, Tensor(d!) v_cache, " FA3_CALL;
   // launch: of prepare_decode. device: index of the GPU, -1 of another device.
   library.def("keep_decode(int options, Tensor launch, int device, int seqlen_q) -> ()");
-  library.def(("decode_planned" + read + ") -> Tensor?").c_str());
-  library.def(("decode_planned_with" + read + ", " FA3_MORE ") -> Tensor(b!)?").c_str());
+  library.def(("decode_kept" + read + ") -> Tensor?").c_str());
+  library.def(("decode_kept_with" + read + ", " FA3_MORE ") -> Tensor(b!)?").c_str());
   library.def(
-      ("append_planned" + written + ", " FA3_MORE ", " FA3_NEW_TOKENS ") -> Tensor(b!)?").c_str());
+      ("append_kept" + written + ", " FA3_MORE ", " FA3_NEW_TOKENS ") -> Tensor(b!)?").c_str());
 #undef FA3_CALL
 #undef FA3_MORE
 #undef FA3_NEW_TOKENS
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
-  library.impl("decode_planned", decode_planned);
-  library.impl("decode_planned_with", decode_planned_with);
-  library.impl("append_planned", append_planned);
+  library.impl("decode_kept", decode_kept);
+  library.impl("decode_kept_with", decode_kept_with);
+  library.impl("append_kept", append_kept);
 }
 
 // Tensors on the CPU, for which no launch is kept, get None.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
-  library.impl("decode_planned", decode_planned);
-  library.impl("decode_planned_with", decode_planned_with);
-  library.impl("append_planned", append_planned);
+  library.impl("decode_kept", decode_kept);
+  library.impl("decode_kept_with", decode_kept_with);
+  library.impl("append_kept", append_kept);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {

@@ -1,4 +1,4 @@
-// flashattn3_hopper::forward_planned and backward_planned: the passes of a call that is like an
+// flashattn3_hopper::forward_kept and backward_kept: the passes of a call that is like an
 // earlier one, without an autograd node. q, k, v and their gradients have the axes that the kept
 // passes name. With cu_seqlens the operators view tensors as rows in less time than torch's
 // operators take.
@@ -72,7 +72,7 @@ CallTensors in_rows(const GivenTensors& given, const KeptPasses& kept) {
 std::tuple<Optional, Optional> run(int64_t options, const GivenTensors& given) {
   const std::optional<KeptPasses> kept = find_passes(options, given);
   if (!kept || !are_readable(given, kept->axes())) return {};
-  auto [out, lse] = run_kept_forward("forward_planned", *kept, in_rows(given, *kept));
+  auto [out, lse] = run_kept_forward("forward_kept", *kept, in_rows(given, *kept));
   if (!given.varlen()) return {out, lse};
   const int64_t batch = given.q.size(0);
   return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};
@@ -102,18 +102,18 @@ std::tuple<Optional, Optional, Optional> run(int64_t options, const Tensor& dout
                           .out = rows_of(out, kBshd, varlen),
                           .lse = varlen ? view_of(lse, sizes, strides) : lse,
                           .tensors = in_rows(given, *kept)};
-  const auto [dq, dk, dv] = run_backward("backward_planned", kept->backward, call);
+  const auto [dq, dk, dv] = run_backward("backward_kept", kept->backward, call);
   return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
           batch_of(dv, batch, axes, varlen)};
 }
 
-void forward_planned(StableIValue* stack, uint64_t, uint64_t) {
+void forward_kept(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const int64_t options = arguments.take<int64_t>();
   return_results(stack, run(options, GivenTensors::take(arguments)));
 }
 
-void backward_planned(StableIValue* stack, uint64_t, uint64_t) {
+void backward_kept(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const int64_t options = arguments.take<int64_t>();
   const Tensor dout = arguments.take<Tensor>(), out = arguments.take<Tensor>(),
@@ -126,22 +126,22 @@ void backward_planned(StableIValue* stack, uint64_t, uint64_t) {
 // options: as find_passes. An operator returns None if no passes are kept for such a call, or if a
 // tensor would have to be copied.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-  library.def("forward_planned(int options, " FLASHATTN3_FOUND_SCHEMA
+  library.def("forward_kept(int options, " FLASHATTN3_FOUND_SCHEMA
               ") -> (Tensor? out, Tensor? lse)");
   library.def(
-      "backward_planned(int options, Tensor dout, Tensor out, Tensor lse, " FLASHATTN3_FOUND_SCHEMA
+      "backward_kept(int options, Tensor dout, Tensor out, Tensor lse, " FLASHATTN3_FOUND_SCHEMA
       ") -> (Tensor? dq, Tensor? dk, Tensor? dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
-  library.impl("forward_planned", forward_planned);
-  library.impl("backward_planned", backward_planned);
+  library.impl("forward_kept", forward_kept);
+  library.impl("backward_kept", backward_kept);
 }
 
 // Tensors on the CPU, for which no launch is kept, get None.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
-  library.impl("forward_planned", forward_planned);
-  library.impl("backward_planned", backward_planned);
+  library.impl("forward_kept", forward_kept);
+  library.impl("backward_kept", backward_kept);
 }
 
 }  // namespace flashattn3
