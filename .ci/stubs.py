@@ -15,14 +15,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "flashattn3"
 STUBBED = ("api", "kvcache_api")
 POSITIONAL_FLAGS = ("return_attn_probs", "return_softmax_lse")
-FLAGS = (*POSITIONAL_FLAGS, "return_lse")
-PLAIN, WITH_LSE = "Tensor", "tuple[Tensor, Tensor]"
+FLAGS = (*POSITIONAL_FLAGS, "return_lse", "return_max_logit")
+PLAIN, WITH_LSE, WITH_MORE = "Tensor", "tuple[Tensor, Tensor]", "tuple[Tensor, ...]"
 # The flags that are literal, and what then is returned; the last takes bools known at run time.
 OVERLOADS = (
     (dict.fromkeys(FLAGS, False), PLAIN),
-    ({"return_lse": True}, WITH_LSE),
-    *(({flag: True}, WITH_LSE) for flag in POSITIONAL_FLAGS),
-    ({}, f"{PLAIN} | {WITH_LSE}"),
+    *(
+        ({flag: True, "return_max_logit": False}, WITH_LSE)
+        for flag in ("return_lse", *POSITIONAL_FLAGS)
+    ),
+    ({"return_max_logit": True}, WITH_MORE),
+    ({}, None),
 )
 
 
@@ -49,7 +52,8 @@ def overloads(function: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
         yield bodiless(function)
         return
     for literals, returned in OVERLOADS:
-        if not literals or literals.keys() & names:
+        if all(flag in names for flag, value in literals.items() if value):
+            returned = returned or ast.unparse(function.returns)
             yield overload(copy.deepcopy(function), literals, returned)
 
 

@@ -24,8 +24,20 @@ from .run.passes import backward_pass, forward_pass
 from .run.quantized import Scheme, attend_quantized
 
 
-def _dense(options: Options, q, k, v, q_descale=None, k_descale=None, v_descale=None):
-    tensors = normalised(options.function, Tensors(q, k, v), (q_descale, k_descale, v_descale))
+def _dense(
+    options: Options,
+    q,
+    k,
+    v,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    sinks=None,
+    alibi_slopes=None,
+    bias=None,
+):
+    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias)
+    tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
     return attend(tensors, options)
 
 
@@ -41,8 +53,12 @@ def _varlen(
     q_descale=None,
     k_descale=None,
     v_descale=None,
+    sinks=None,
+    alibi_slopes=None,
+    bias=None,
 ):
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scores = sinks, alibi_slopes, bias
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     tensors, options = with_keys_in_rows(tensors, options)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
     if cu_seqlens_q is None or tensors.cu_seqlens_k is None:
@@ -50,36 +66,52 @@ def _varlen(
     return attend(tensors, options)
 
 
-def _qkv(options: Options, qkv, num_heads_q, q_descale, k_descale, v_descale):
+def _qkv(
+    options: Options,
+    qkv,
+    num_heads_q,
+    q_descale,
+    k_descale,
+    v_descale,
+    sinks,
+    alibi_slopes,
+    bias,
+):
     parts = _unpacked(options.function, qkv, num_heads_q)
-    return _dense(options, *parts, q_descale, k_descale, v_descale)
+    return _dense(options, *parts, q_descale, k_descale, v_descale, sinks, alibi_slopes, bias)
 
 
-def _kv(options: Options, q, kv):
+def _kv(options: Options, q, kv, sinks, alibi_slopes, bias):
     axes = "(batch, seqlen_k, 2, num_heads_kv, head_dim)"
-    return _dense(options, q, *_parts(options.function, "kv", kv, axes))
+    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
+    return _dense(options, q, *_parts(options.function, "kv", kv, axes), **scores)
 
 
-def _varlen_qkv(options: Options, qkv, cu_seqlens, max_seqlen):
+def _varlen_qkv(options: Options, qkv, cu_seqlens, max_seqlen, sinks, alibi_slopes, bias):
     function = options.function
     parts = _parts(function, "qkv", qkv, "(total, 3, heads, head_dim)")
     edges = _tensor(function, "cu_seqlens", cu_seqlens)
     longest = length(function, "max_seqlen_q", max_seqlen)
     options = options._replace(max_seqlen_q=longest, max_seqlen_k=longest)
-    return _varlen(options, *parts, edges, edges)
+    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
+    return _varlen(options, *parts, edges, edges, **scores)
 
 
-def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k):
+def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes, bias):
     function = options.function
     parts = _parts(function, "kv", kv, "(total_k, 2, num_heads_kv, head_dim)")
     edges_q = _tensor(function, "cu_seqlens_q", cu_seqlens_q)
     edges_k = _tensor(function, "cu_seqlens_k", cu_seqlens_k)
-    return _varlen(options, q, *parts, edges_q, edges_k)
+    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
+    return _varlen(options, q, *parts, edges_q, edges_k, **scores)
 
 
-def _quantized(options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k):
+def _quantized(
+    options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, sinks, alibi_slopes, bias
+):
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
-    return attend_quantized(options, Tensors(q, k, v), scheme, varlen=False)
+    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias)
+    return attend_quantized(options, tensors, scheme, varlen=False)
 
 
 def _varlen_quantized(
@@ -95,8 +127,12 @@ def _varlen_quantized(
     hadamard,
     qk_dtype,
     smooth_k,
+    sinks,
+    alibi_slopes,
+    bias,
 ):
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scores = sinks, alibi_slopes, bias
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
     return attend_quantized(options, tensors, scheme, varlen=True)
 
@@ -113,8 +149,12 @@ def _forward(
     q_descale,
     k_descale,
     v_descale,
+    sinks,
+    alibi_slopes,
+    bias,
 ):
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scores = sinks, alibi_slopes, bias
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     return forward_pass(tensors, options, (q_descale, k_descale, v_descale))
 
 
@@ -134,8 +174,12 @@ def _backward(
     dq,
     dk,
     dv,
+    sinks,
+    alibi_slopes,
+    bias,
 ):
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scores = sinks, alibi_slopes, bias
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     return backward_pass(tensors, options, dout, out, lse, dlse, (dq, dk, dv))
 
 
@@ -154,11 +198,15 @@ def _explained(
     k_descale,
     v_descale,
     device,
+    sinks,
+    alibi_slopes,
+    bias,
 ):
     function, varlen = options.function, cu_seqlens_q is not None
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     options = options._replace(**{name: length(function, name, x) for name, x in lengths.items()})
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    scores = sinks, alibi_slopes, bias
+    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     if varlen:
         tensors, options = with_keys_in_rows(tensors, options)
     else:
@@ -232,7 +280,11 @@ def flash_attn_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, softmax(softmax_scale * q @ k.T) @ v, without ever storing the scores.
 
     Args:
@@ -277,9 +329,19 @@ def flash_attn_func(
             about n * 2**-16 of itself over n keys (V = 1, 4096 keys: 1 to 12 % by the tests), and
             light keys vanish beside a heavy one. Other backends and 16-bit inputs accumulate in
             float32 either way. A hint.
+        sinks: (num_heads_q,), float32 or q's dtype: one more logit of each row, in natural units,
+            which takes weight and has no value: out = P v with P = exp(score - lse) and lse =
+            log(sum(exp(scores)) + exp(sink)). s_aux is another name of it. Not with k that has a
+            mean.
+        alibi_slopes: float32 (num_heads_q,) or (batch, num_heads_q): slope * |i + seqlen_k -
+            seqlen_q - j| is subtracted from the score of query i and key j, after softcap (ALiBi).
+            It has no gradient.
+        bias: (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k) in q's dtype, with 8-bit inputs of
+            16 bits or float32; dense calls only: added to the scores, after slopes and before the
+            mask. If its last stride is not 1 it is copied.
+        return_max_logit: also return, last, the largest score that any query sees.
         qv, attention_chunk: not supported yet, an error if given.
-        FlashAttention-2's keywords dropout_p, alibi_slopes and block_table are taken with the
-        values 0, None and None.
+        FlashAttention-2's keywords dropout_p and block_table are taken with the values 0 and None.
 
         Numbers and bools may be Python's, numpy's or 0-d tensors; one on a GPU is read, which waits
         for the device. A hint, but for use_fast_accum, changes a result by rounding at most: a
@@ -288,9 +350,12 @@ def flash_attn_func(
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim_v) in q's dtype, for 8-bit inputs in out_dtype;
         with return_lse also lse (batch, num_heads_q, seqlen_q), natural logarithm, float32 (float64
-        for float64 inputs). A row that sees no key has out 0, lse -inf and gradient 0. Both are
-        differentiable with respect to q, k and v, unless these have 8 bits: in reverse mode and
-        once, with torch.func's grad, vjp, jacrev and vmap too.
+        for float64 inputs). A row that sees no key has out 0, lse -inf (its sink, if there is one)
+        and gradient 0. Both are differentiable with respect to q, k, v, sinks and bias, unless q
+        has 8 bits: in reverse mode and once, with torch.func's grad, vjp, jacrev and vmap too.
+        With return_max_logit also max_logit (num_heads_q,) in lse's dtype, over batch and queries,
+        after softcap, slopes and bias, without sinks; -inf where no key is seen. It has no
+        gradient.
 
     Raises:
         TypeError, ValueError: an argument is illegal.
@@ -332,7 +397,11 @@ def flash_attn_varlen_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over sequences of different lengths, packed one after another.
 
     Args:
@@ -384,7 +453,11 @@ def flash_attn_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_func`` for queries, keys and values in one tensor, viewed and never copied.
 
     Args:
@@ -412,13 +485,16 @@ def flash_attn_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_func`` for keys and values in one tensor, viewed and never copied.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim).
         kv: (batch, seqlen_k, 2, num_heads_kv, head_dim).
-        dropout_p, alibi_slopes: at FlashAttention-2's places; nothing but 0 and None is supported.
+        dropout_p, alibi_slopes: at FlashAttention-2's places; dropout_p must be 0.
         All other arguments, the result and the errors are those of ``flash_attn_func``.
     """
 
@@ -441,13 +517,16 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_varlen_func`` for queries, keys and values in one tensor, never copied.
 
     Args:
         qkv: (total, 3, heads, head_dim).
         cu_seqlens, max_seqlen: of queries and keys, as for ``flash_attn_varlen_func``.
-        dropout_p, alibi_slopes: at FlashAttention-2's places; nothing but 0 and None is supported.
+        dropout_p, alibi_slopes: at FlashAttention-2's places; dropout_p must be 0.
         All other arguments, the result and the errors are those of ``flash_attn_varlen_func``.
     """
 
@@ -473,13 +552,16 @@ def flash_attn_varlen_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_varlen_func`` for keys and values in one tensor, viewed and never copied.
 
     Args:
         q: (total_q, num_heads_q, head_dim).
         kv: (total_k, 2, num_heads_kv, head_dim).
-        dropout_p, alibi_slopes: at FlashAttention-2's places; nothing but 0 and None is supported.
+        dropout_p, alibi_slopes: at FlashAttention-2's places; dropout_p must be 0.
         All other arguments, the result and the errors are those of ``flash_attn_varlen_func``.
     """
 
@@ -503,7 +585,11 @@ def flash_attn_fp8_func(
     return_lse: bool = False,
     sm_margin: int = 0,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Attention in 8 bits on 16-bit tensors: quantizes q, k, v in blocks and attends, in one call.
 
     Args:
@@ -556,7 +642,11 @@ def flash_attn_varlen_fp8_func(
     return_lse: bool = False,
     sm_margin: int = 0,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_fp8_func`` over sequences of different lengths, packed one after another.
 
     Rows beyond seqused are masked, but they enter the largest value of their block and the vector
@@ -600,6 +690,10 @@ def explain(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
     device: torch.device | str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
 ) -> Explanation:
     """Say how a call with these arguments would run. Nothing is launched.
 
@@ -637,20 +731,24 @@ def flash_attn_forward(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> tuple[Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> tuple[Tensor, ...]:
     """The forward pass alone, without autograd: for parts of attention that the caller joins.
 
     Two parts (out_a, lse_a) and (out_b, lse_b) over different keys join to lse = logaddexp(lse_a,
     lse_b) and out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b. ``flash_attn_combine``
     joins any number, with lse as (batch, seqlen_q, num_heads_q). ``flash_attn_backward`` takes the
-    joined out and lse with each part's keys.
+    joined out and lse with each part's keys. lse has the sinks, so pass them to one part alone.
 
     Args:
         q, k, v and all others: as in ``flash_attn_func``, and with cu_seqlens_q as in
             ``flash_attn_varlen_func``. Autocast does not apply.
 
     Returns:
-        out and lse, as these functions do with return_lse.
+        out and lse, as these functions do with return_lse, and max_logit with return_max_logit.
 
     Raises:
         UnsupportedError: also where q, k or v requires a gradient and grad mode is on: pass
@@ -687,7 +785,10 @@ def flash_attn_backward(
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """The backward pass alone, without autograd, from out and lse that are given.
 
     With out and lse of the whole attention and k and v of one part, the results are this part's
@@ -704,7 +805,9 @@ def flash_attn_backward(
             not. None: a new tensor in q's dtype.
 
     Returns:
-        dq, dk and dv: the given tensors, or new ones.
+        dq, dk and dv: the given tensors, or new ones. Then dsinks (num_heads_q,) of a call with
+        sinks and dbias of one with a bias, in their shapes and dtypes. With lse of the whole
+        attention every part of the keys has all of dsinks: pass sinks to one of them.
 
     Raises:
         TypeError, ValueError: an argument is illegal; nothing has been added then.

@@ -31,6 +31,10 @@ def flash_attn_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
@@ -56,6 +60,10 @@ def flash_attn_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -81,6 +89,10 @@ def flash_attn_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -106,7 +118,40 @@ def flash_attn_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_func(
+    q: Tensor | BlockScaled,
+    k: Tensor | BlockScaled,
+    v: Tensor | BlockScaled,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int | None = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_func(
     q: Tensor | BlockScaled,
@@ -137,6 +182,10 @@ def flash_attn_varlen_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -168,6 +217,10 @@ def flash_attn_varlen_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -199,6 +252,10 @@ def flash_attn_varlen_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -230,7 +287,46 @@ def flash_attn_varlen_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_varlen_func(
+    q: Tensor | BlockScaled,
+    k: Tensor | BlockScaled,
+    v: Tensor | BlockScaled,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int | None = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
@@ -251,6 +347,10 @@ def flash_attn_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -272,6 +372,10 @@ def flash_attn_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -293,6 +397,10 @@ def flash_attn_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -314,7 +422,36 @@ def flash_attn_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_kvpacked_func(
     q: Tensor,
@@ -332,6 +469,9 @@ def flash_attn_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -350,6 +490,9 @@ def flash_attn_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -368,6 +511,9 @@ def flash_attn_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -386,7 +532,31 @@ def flash_attn_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
@@ -405,6 +575,9 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -424,6 +597,9 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -443,6 +619,9 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -462,7 +641,32 @@ def flash_attn_varlen_qkvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
@@ -484,6 +688,9 @@ def flash_attn_varlen_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -506,6 +713,9 @@ def flash_attn_varlen_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -528,6 +738,9 @@ def flash_attn_varlen_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -550,7 +763,35 @@ def flash_attn_varlen_kvpacked_func(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_fp8_func(
     q: Tensor,
@@ -570,6 +811,10 @@ def flash_attn_fp8_func(
     return_lse: Literal[False] = False,
     sm_margin: int = 0,
     backend: str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_fp8_func(
@@ -590,6 +835,10 @@ def flash_attn_fp8_func(
     return_lse: Literal[True],
     sm_margin: int = 0,
     backend: str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_fp8_func(
@@ -610,7 +859,35 @@ def flash_attn_fp8_func(
     return_lse: bool = False,
     sm_margin: int = 0,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_fp8_func(
     q: Tensor,
@@ -636,6 +913,10 @@ def flash_attn_varlen_fp8_func(
     return_lse: Literal[False] = False,
     sm_margin: int = 0,
     backend: str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_fp8_func(
@@ -662,6 +943,10 @@ def flash_attn_varlen_fp8_func(
     return_lse: Literal[True],
     sm_margin: int = 0,
     backend: str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_fp8_func(
@@ -688,7 +973,41 @@ def flash_attn_varlen_fp8_func(
     return_lse: bool = False,
     sm_margin: int = 0,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: Literal[True],
+) -> tuple[Tensor, ...]: ...
+@overload
+def flash_attn_varlen_fp8_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    block: int = 128,
+    hadamard: bool = True,
+    qk_dtype: torch.dtype | None = None,
+    smooth_k: bool = False,
+    use_fast_accum: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]: ...
 def explain(
     q: Tensor | BlockScaled,
     k: Tensor | BlockScaled,
@@ -719,6 +1038,10 @@ def explain(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
     device: torch.device | str | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
 ) -> Explanation: ...
 def flash_attn_forward(
     q: Tensor | BlockScaled,
@@ -744,7 +1067,11 @@ def flash_attn_forward(
     backend: str | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> tuple[Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> tuple[Tensor, ...]: ...
 def flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -770,4 +1097,7 @@ def flash_attn_backward(
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]: ...
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]: ...

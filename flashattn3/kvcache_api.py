@@ -51,6 +51,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     tree_mask: Tensor | None = None,
     split_tokens: int | None = None,
     out: Tensor | None = None,
@@ -114,7 +115,8 @@ def flash_attn_with_kvcache(
         out_dtype: None or q's.
         return_lse: also return the log-sum-exp.
         backend: as in ``flash_attn_func``.
-        qv, attention_chunk, tree_mask, split_tokens: not supported yet, an error if given.
+        qv, attention_chunk, tree_mask, split_tokens, alibi_slopes: not supported yet, an error if
+            given.
 
     Returns:
         out in q's shape with v_cache's head dim, in q's dtype; with return_lse also lse (batch,

@@ -34,7 +34,8 @@ def test_signatures_are_those_of_the_contract():
         "v_descale=None, "
         "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=0, pack_gqa=None, "
         "deterministic=False, sm_margin=0, return_attn_probs=False, *, "
-        "return_lse=False, backend=None, out_dtype=None, use_fast_accum=False"
+        "return_lse=False, backend=None, out_dtype=None, use_fast_accum=False, "
+        "sinks=None, alibi_slopes=None, bias=None, return_max_logit=False"
     )
     lengths = (
         "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None"

@@ -56,12 +56,6 @@ REFUSED = {
         f"dropout_p must be 0, got 0.1 (float): {SDPA} drops probabilities",
     ),
     "dropout's type": ({"dropout_p": None}, TypeError, "dropout_p must be a float, got None"),
-    "ALiBi": (
-        {"alibi_slopes": torch.ones(2)},
-        UnsupportedError,
-        "alibi_slopes must be None, got Tensor of shape (2,) and dtype torch.float32: "
-        f"{SDPA} takes biases as attn_mask",
-    ),
     "scale": ({"scale": 0.1}, TypeError, f"scale must be given as softmax_scale, got {TORCH}"),
     "is_causal": (
         {"is_causal": False},
@@ -71,8 +65,8 @@ REFUSED = {
     "attn_mask": (
         {"attn_mask": None},
         TypeError,
-        "attn_mask must be given as causal, window_size or sequences of flash_attn_varlen_func, "
-        f"got {TORCH}",
+        "attn_mask must be given as bias, causal, window_size or sequences of "
+        f"flash_attn_varlen_func, got {TORCH}",
     ),
     "enable_gqa": (
         {"enable_gqa": True},

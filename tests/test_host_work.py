@@ -162,7 +162,7 @@ def test_operators_of_a_compiled_graph_on_hopper(on_hopper):
     arguments = run.operator_arguments(tensors, options)
     with torch.no_grad():
         out, lse = operators.forward.default(*arguments)
-        given = (torch.ones_like(out), None, out, lse, *tensors, *options)
+        given = (torch.ones_like(out), None, out, lse, *arguments)
         calls = {
             FORWARD_OPERATOR: lambda: operators.forward.default(*arguments),
             BACKWARD_OPERATOR: lambda: operators.backward.default(*given),

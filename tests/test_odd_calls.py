@@ -176,13 +176,13 @@ LEGAL: dict[str, Callable[[object], object]] = {
     "use_fast_accum": boolean,
     "return_attn_probs": boolean,
     "return_lse": boolean,
+    "return_max_logit": boolean,
     "backend": backend,
     "out_dtype": lambda value: EITHER if isinstance(value, torch.dtype) else one_of(None)(value),
     "max_seqlen_q": optional(length),
     "max_seqlen_k": optional(length),
     "num_heads_q": one_of(None),
     "dropout_p": real(lambda value: value == 0),
-    "alibi_slopes": one_of(None),
     "block": one_of(64, 128, 256),
     "hadamard": boolean,
     "qk_dtype": one_of(None, FP8, INT8),
@@ -199,6 +199,7 @@ LEGAL: dict[str, Callable[[object], object]] = {
 TENSORS = {"q", "k", "v", "kv", "qkv", "x"}
 INDICES = {"cu_seqlens_q", "cu_seqlens_k", "cu_seqlens", "seqused_q", "seqused_k"}
 DESCALES = {"q_descale", "k_descale", "v_descale"}
+SCORES = {"sinks", "alibi_slopes", "bias"}
 
 
 # The calls whose arguments are made odd.
@@ -328,6 +329,10 @@ def odd_tensors(name: str, given: object) -> Iterator[Value]:
         yield Value("tensor 3-d", torch.ones(2, 2, 1))
         yield Value("tensor 4-d", torch.ones(2, 7, 2, 16))
         yield Value("int32 1-d", torch.tensor([1, 2], dtype=torch.int32))
+        if name in SCORES:
+            for axes in ((2,), (4,), (2, 2), (2, 4), (1, 4, 7, 7), (2, 1, 7, 9), (1, 1, 7, 1)):
+                yield Value(f"{axes}", torch.full(axes, 0.5))
+                yield Value(f"{axes} leaf", torch.full(axes, 0.5, requires_grad=True))
         return
     given = given.detach()
     yield from (Value(x.name, x.value) for x in SCALARS if not isinstance(x.value, torch.dtype))
@@ -372,7 +377,7 @@ def odd_tensors(name: str, given: object) -> Iterator[Value]:
 def odd_values(call: Call, name: str) -> list[Value]:
     if name in LEGAL:
         return list(SCALARS)
-    if name in TENSORS | INDICES | DESCALES:
+    if name in TENSORS | INDICES | DESCALES | SCORES:
         return list(odd_tensors(name, call.arguments.get(name)))
     raise KeyError(f"{call.name}: nobody says what is legal of {name}")
 
@@ -411,7 +416,7 @@ def reference(call: Call, given: dict[str, Any]) -> Tensor:
     left, right = given.get("window_size", (-1, -1))
     scale = given.get("softmax_scale")
     out, _ = attention(
-        Tensors(q, k, v, *lengths),
+        Tensors(q, k, v, *lengths)._replace(**{x: given[x] for x in SCORES if x in given}),
         softmax_scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window_left=left,
         window_right=0 if given.get("causal") else right,
@@ -438,7 +443,7 @@ def wrong_result(call: Call, given: dict[str, Any], result: object) -> str | Non
         size = x[rows].float().norm()
         return None if error <= close * size else f"off by {error / size:.3f}"
     with_lse = given.get("return_lse") or given.get("return_attn_probs")
-    if isinstance(result, tuple) != bool(with_lse):
+    if isinstance(result, tuple) != bool(with_lse or given.get("return_max_logit")):
         return f"returned a {type(result).__name__}"
     out = result[0] if isinstance(result, tuple) else result
     if out.is_meta:

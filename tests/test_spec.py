@@ -73,7 +73,8 @@ def test_a_cached_call_has_fields_of_the_same_table():
         assert parameters[name].default == field.default, name
     own = {name for name, field in DECODE.fields.items() if fields.CALL.fields.get(name) != field}
     differ = {"softmax_scale", "causal", "qv"}
-    assert own == {*differ, "return_softmax_lse", "tree_mask", "split_tokens"}
+    refused = {"tree_mask", "split_tokens", "alibi_slopes"}
+    assert own == {*differ, *refused, "return_softmax_lse"}
     arguments = torch.ops.flashattn3.decode.default._schema.arguments
     names = tuple(argument.name for argument in arguments)
     assert names[-len(DecodeOptions._fields) :] == DecodeOptions._fields
@@ -81,17 +82,23 @@ def test_a_cached_call_has_fields_of_the_same_table():
 
 def test_the_operators_take_the_fields():
     """In the order of Tensors and Options, with defaults that their types allow."""
-    forward = torch.ops.flashattn3.forward
-    expected = [*operands.Tensors._fields, *fields.Options._fields]
-    assert [argument.name for argument in forward.default._schema.arguments] == expected
+    forward, backward = torch.ops.flashattn3.forward, torch.ops.flashattn3.backward
+    tensors, options = operands.Tensors._fields, fields.Options._fields
+    plain = [*tensors[: operands.NUM_TENSORS], *options]
+    scores = [*tensors, *options]
     of_8_bits = [
         f"{side}_{name}" for side in operands.SIDES for name in operands.Scaled._fields[1:]
     ]
-    names = [argument.name for argument in forward.scaled._schema.arguments]
-    assert names == expected + of_8_bits
-    backward = torch.ops.flashattn3.backward.default._schema.arguments
-    names = [argument.name for argument in backward]
-    assert names == ["dout", "dlse", "out", "lse", *expected]
+    given = ["dout", "dlse", "out", "lse"]
+    for operator, expected in {
+        forward.default: plain,
+        forward.scaled: plain + of_8_bits,
+        forward.scores: scores,
+        forward.scaled_scores: scores + of_8_bits,
+        backward.default: given + plain,
+        backward.scores: [*given, *scores, "with_dbias"],
+    }.items():
+        assert [argument.name for argument in operator._schema.arguments] == expected
 
 
 def test_calls_name_dtypes_and_columns_as_the_kernel_configs_do():

@@ -57,16 +57,33 @@ class Launch(Protocol):
     def describe(self) -> dict[str, object]:
         """Named values for people: tile sizes, grid, shared memory."""
 
-    def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """out in ``problem.out_dtype`` and q's shape, with v's head dim, and lse: new tensors.
+    def forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        """out in ``problem.out_dtype`` and q's shape, with v's head dim, and lse: new tensors; of
+        a problem with return_max_logit max_logit too.
 
-        lse: (batch, heads, seqlen_q) or (heads, total_q), float32, float64 for float64 inputs.
+        lse: (batch, heads, seqlen_q) or (heads, total_q), float32, float64 for float64 inputs. It
+            has the sink, also in a row that sees no key, but not in rows of no sequence: -inf.
+        max_logit: (heads,), in lse's dtype: the largest score of all rows, after the cap, slopes
+            and bias, that the mask leaves visible. No sink counts; -inf where no key is seen.
         """
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero."""
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        tensors: Tensors,
+        *with_dbias: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """dq, dk and dv, contiguous, of q's, k's and v's shape and dtype; dlse None is zero.
+
+        Calls with sinks, slopes or a bias pass with_dbias, whether the bias needs a gradient, and
+        get two results more: dsinks (heads,) and dbias, each in the shape and dtype of its tensor,
+        contiguous; None without sinks, and unless with_dbias. dsinks[h] is the sum over rows of
+        -exp(sink - lse) * (delta - dlse), delta = rowsum(dout * out); rows whose lse is infinite
+        add nothing. P = exp(score - lse) has the sink through lse.
+        """
 
     @property
     def keep(self) -> Callable[..., PassOperators] | None:

@@ -12,7 +12,7 @@ from ..call.block_scaled import BlockScaled, lse_with_mean
 from ..call.operands import Scaled, Tensors, data_of
 from ..call.problem import Problem
 
-Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensors], tuple[Tensor, ...]]
 
 
 def converting(problem: Problem, forward: Forward, reads_permuted_v: bool = False) -> Forward:
@@ -22,10 +22,13 @@ def converting(problem: Problem, forward: Forward, reads_permuted_v: bool = Fals
     if not (copies or unpermutes or adds_mean):
         return forward
 
-    def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def run(tensors: Tensors) -> tuple[Tensor, ...]:
         given = with_dense_rows(problem, tensors)
-        out, lse = forward(_with_unpermuted_v(given) if unpermutes else given)
-        return out, _with_mean(lse, given, problem.score_scale.softmax_scale) if adds_mean else lse
+        results = forward(_with_unpermuted_v(given) if unpermutes else given)
+        if not adds_mean:
+            return results
+        out, lse = results  # no max_logit: see expect_shared_shift
+        return out, _with_mean(lse, given, problem.score_scale.softmax_scale)
 
     return run
 

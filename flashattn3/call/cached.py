@@ -66,6 +66,7 @@ _OWN = (
     Field("return_softmax_lse", "", False, boolean, parts=("return_lse",)),
     Field("tree_mask", "", None, as_given),
     Field("split_tokens", "", None, as_given),
+    Field("alibi_slopes", "", None, as_given, instead="calls without a cache take slopes"),
 )
 _FIELDS = {name: field for name, field in CALL.fields.items() if field.of_cached_calls}
 _FIELDS |= {field.name: field for field in _OWN}

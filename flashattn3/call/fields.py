@@ -151,6 +151,7 @@ FIELDS = (
         of_cached_calls=False,
     ),
     Field("return_lse", "bool", False, boolean, to_backend=True),
+    Field("return_max_logit", "bool", False, boolean, to_backend=True, of_cached_calls=False),
     Field(
         "return_attn_probs", "", False, boolean, of_cached_calls=False, parts=("return_lse",)
     ),
@@ -161,10 +162,6 @@ FIELDS = (
     Field(
         "dropout_p", "", 0, real, of_cached_calls=False,
         instead="torch.nn.functional.scaled_dot_product_attention drops probabilities",
-    ),
-    Field(
-        "alibi_slopes", "", None, as_given, of_cached_calls=False,
-        instead="torch.nn.functional.scaled_dot_product_attention takes biases as attn_mask",
     ),
 )  # fmt: skip
 HINTS = tuple(field for field in FIELDS if field.hint)
@@ -289,7 +286,12 @@ def is_capped(options: tuple) -> bool:
     return options.softcap > 0
 
 
-def expect_no_cap(options: tuple, where: str) -> None:
-    """Raise for a cap on scores that share a component, as scores of a smoothed k do."""
+def expect_shared_shift(options: tuple, sinks: object, where: str) -> None:
+    """Raise for what a component that all scores of a row share would change, as a smoothed k
+    lacks one: a cap, a sink and the largest score."""
+    function = options.function
     wanted = f"0 {where}: capped scores do not all move alike"
-    expect(not is_capped(options), options.function, "softcap", wanted, options.softcap)
+    expect(not is_capped(options), function, "softcap", wanted, options.softcap)
+    expect(sinks is None, function, "sinks", f"None {where}: a sink does not move", "a tensor")
+    wanted = f"False {where}: the scores are known up to a constant of the row"
+    expect(not options.return_max_logit, function, "return_max_logit", wanted, True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from ..errors import type_error, value_error
 from .fields import CALL, Field, as_given, expect_default
 
-_OTHER_NAMES = {"block_table": "page_table"}
+_OTHER_NAMES = {"block_table": "page_table", "s_aux": "sinks"}
 _OF_FLASH_ATTENTION_2 = {
     "dropout_p": CALL.fields["dropout_p"],
-    "alibi_slopes": CALL.fields["alibi_slopes"],
     "block_table": Field(
         "block_table", "", None, as_given, instead="flash_attn_with_kvcache reads keys in pages"
     ),
@@ -20,7 +19,7 @@ _OF_FLASH_ATTENTION_2 = {
 _OF_TORCH = {
     "scale": "given as softmax_scale",
     "is_causal": "given as causal, which is aligned to the bottom right",
-    "attn_mask": "given as causal, window_size or sequences of flash_attn_varlen_func",
+    "attn_mask": "given as bias, causal, window_size or sequences of flash_attn_varlen_func",
     "enable_gqa": "left out: k and v may have fewer heads than q in every call",
 }
 

@@ -20,7 +20,7 @@ from .arguments import expect_strided
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
-from .tensor_fields import EDGES, ROWS, TENSORS, schema
+from .tensor_fields import EDGES, ROWS, SCORE_TENSORS, TENSORS, schema
 from .value_checks import check_same_values, is_checked
 
 SIDES = tuple(field.name for field in TENSORS if field.kind is ROWS)
@@ -61,6 +61,8 @@ class Tensors(NamedTuple):
     Dense: q (batch, seqlen_q, num_heads_q, head_dim), k and v (batch, seqlen_k, num_heads_kv, ·).
     Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
     int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
+    sinks (num_heads_q,); alibi_slopes, float32 (num_heads_q,) or (batch, num_heads_q); bias (batch
+    or 1, num_heads_q or 1, seqlen_q, seqlen_k) of dense calls.
     """
 
     q: Tensor | Scaled
@@ -70,6 +72,14 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def change_scores(self) -> bool:
+        """Whether one of the tensors that change scores is given."""
+        return not (self.sinks is self.alibi_slopes is self.bias is None)
 
     @property
     def lengths_q(self) -> SequenceLengths:
@@ -86,19 +96,27 @@ _OF_8_BITS = (
     "SymInt? {0}_head_dim, Tensor? {0}_mean"
 )
 SCHEMA = schema()
+SCHEMA_OF_SCORES = schema((*TENSORS, *SCORE_TENSORS))
 SCHEMA_OF_8_BITS = ", ".join(map(_OF_8_BITS.format, SIDES))
-NUM_TENSORS = len(TENSORS)
+NUM_TENSORS = len(TENSORS)  # of every operator
+NUM_OF_SCORES = len(TENSORS) + len(SCORE_TENSORS)  # of those for calls with one of SCORE_TENSORS
+NUM_OF_8_BITS = len(SIDES) * (len(Scaled._fields) - 1)
 REQUIRED_OF_VARLEN = sum(field.kind in (ROWS, EDGES) for field in TENSORS)
 
 
-def flat(tensors: Tensors) -> tuple:
-    """The tensors of a call, and behind them what only 8-bit inputs have, if there are any."""
+def flat(tensors: Tensors, scores: bool | None = None) -> tuple:
+    """The tensors of a call, and behind them what only 8-bit inputs have, if there are any.
+
+    scores: whether those of SCORE_TENSORS are among them; None: where one is given.
+    """
     q, k, v = tensors.q, tensors.k, tensors.v
+    rest = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k
+    if tensors.change_scores if scores is None else scores:
+        rest = (*rest, tensors.sinks, tensors.alibi_slopes, tensors.bias)
     if not (type(q) is Scaled or type(k) is Scaled or type(v) is Scaled):
-        return (q, k, v, *indices_of(tensors))
+        return (q, k, v, *rest)
     q, k, v = as_scaled(q), as_scaled(k), as_scaled(v)
-    data = q.data, k.data, v.data
-    return (*data, *indices_of(tensors), *_of_8_bits(q), *_of_8_bits(k), *_of_8_bits(v))
+    return (q.data, k.data, v.data, *rest, *_of_8_bits(q), *_of_8_bits(k), *_of_8_bits(v))
 
 
 def _of_8_bits(x: Scaled) -> tuple:
@@ -106,19 +124,28 @@ def _of_8_bits(x: Scaled) -> tuple:
     return x.descale, x.block, x.hadamard, x.layout, x.head_dim, x.mean
 
 
-def indices_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
-    """What follows q, k and v; torch 2.8 traces no slice of a NamedTuple."""
-    return tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k
+def with_sides(tensors: Tensors, q, k, v) -> Tensors:
+    """The call with other q, k and v."""
+    return with_values(tensors, q, k, v, tensors.sinks, tensors.bias)
+
+
+def with_values(tensors: Tensors, q, k, v, sinks, bias) -> Tensors:
+    """The call with other tensors of values; torch 2.8 traces no _replace of a NamedTuple."""
+    return Tensors(
+        q, k, v, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k,
+        sinks, tensors.alibi_slopes, bias,
+    )  # fmt: skip
 
 
 def of_flat(values: tuple) -> Tensors:
     """The inverse of ``flat``; what has nothing but data is a plain tensor again."""
-    if len(values) == NUM_TENSORS:
+    end = len(values) % NUM_OF_8_BITS
+    if end == len(values):
         return Tensors(*values)
-    size, given = len(Scaled._fields) - 1, values[NUM_TENSORS:]
+    size, given = len(Scaled._fields) - 1, values[end:]
     sides = [Scaled(x, *given[i * size :][:size]) for i, x in enumerate(values[: len(SIDES)])]
     sides = (x.data if _has_only_data(x) else x for x in sides)
-    return Tensors(*sides, *values[len(SIDES) : NUM_TENSORS])
+    return Tensors(*sides, *values[len(SIDES) : end])
 
 
 def _has_only_data(x: Scaled) -> bool:
@@ -159,14 +186,15 @@ def checked_key_of(function: str, tensors: Tensors) -> tuple:
 
 @lru_cache(maxsize=4096)
 def key_of_transposed(key: tuple) -> tuple:
-    """The key after the second and the third axis of each tensor are exchanged."""
+    """The key after the second and the third axis of q, k and v are exchanged."""
     axes = (0, 2, 1, 3)
-    return tuple(
+    sides = (
         of
         if of is None or len(of[0]) != 4
         else (torch.Size(of[0][i] for i in axes), tuple(of[1][i] for i in axes), *of[2:])
-        for of in key
+        for of in key[: len(SIDES)]
     )
+    return (*sides, *key[len(SIDES) :])
 
 
 TENSORS_OF_8_BITS = ("data", "descale", "mean")
@@ -199,7 +227,7 @@ def normalised(
         if descales[0] is None and descales[1] is None and descales[2] is None:
             return tensors
         sides = [_with_descale(x, of) for x, of in zip((q, k, v), descales, strict=True)]
-        return Tensors(*sides, *indices_of(tensors))
+        return with_sides(tensors, *sides)
     scaled = []
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k
     for side, x, descale, given in zip(SIDES, (q, k, v), descales, edges, strict=True):
@@ -214,7 +242,7 @@ def normalised(
         head_dim = x.shape[-1] if x.layout == "permuted" else None
         descale, block = (x.descale, x.block) if tokens else (None, None)
         scaled.append(Scaled(x.data, descale, block, x.hadamard, x.layout, head_dim, x.mean))
-    return Tensors(*scaled, *indices_of(tensors))
+    return with_sides(tensors, *scaled)
 
 
 def _with_descale(x: Tensor, descale: Tensor | None) -> Tensor | Scaled:

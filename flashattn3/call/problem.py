@@ -19,9 +19,10 @@ from ..modes import refuse_jit_trace
 from . import permuted_v
 from .descales import Descales, block_of, check_scaled, descales_of
 from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
-from .fields import CALL, Description, Options, ScoreScale, expect_no_cap, score_scale_of
+from .fields import CALL, Description, Options, ScoreScale, expect_shared_shift, score_scale_of
 from .metadata import Metadata
 from .operands import SIDES, Scaled, Tensors, as_scaled, data_of
+from .scores import Bias, bias_of, check_scores
 from .tensor_checks import check_device, check_int32
 
 
@@ -90,6 +91,10 @@ class Problem(_Asked, AttentionProblem):
         reaches every key becomes open.
     copied: names of tensors whose last stride is not 1; they are copied before the launch.
     misaligned: names of the other tensors whose address is not a multiple of 16 bytes.
+    sinks_dtype: None without sinks.
+    slopes: "heads" where every head has a slope, "batch" where each sequence has its own; None
+        without ALiBi.
+    bias: None without one.
     """
 
     batch: int
@@ -103,10 +108,25 @@ class Problem(_Asked, AttentionProblem):
     k: Operand
     v: Operand
     varlen: bool
+    sinks_dtype: torch.dtype | None = None
+    slopes: str | None = None
+    bias: Bias | None = None
 
     @property
     def masked(self) -> bool:
         return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def score_options(self) -> tuple[str, ...]:
+        """Names of the call's arguments of which a score, or what is known of scores, depends
+        besides scale and cap."""
+        given = {
+            "sinks": self.sinks_dtype,
+            "alibi_slopes": self.slopes,
+            "bias": self.bias,
+            "return_max_logit": self.return_max_logit or None,
+        }
+        return tuple(name for name, value in given.items() if value is not None)
 
 
 def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Options) -> None:
@@ -137,8 +157,11 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
     batch = entries - 1 if varlen else q.shape[0]
     sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
     if sides["k"].mean is not None:
-        expect_no_cap(options, "where k has a mean")
+        expect_shared_shift(options, tensors.sinks, "where k has a mean")
     check_scaled(function, sides, options, batch, varlen)
+    if tensors.change_scores:
+        scores = tensors.sinks, tensors.alibi_slopes, tensors.bias
+        check_scores(function, q, k.shape[-3], batch, *scores, varlen)
     CALL.check(options)
 
 
@@ -235,7 +258,7 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     # Descales need no copy: kernels read them by stride, at any alignment.
     data = zip(Tensors._fields, (q, k, v, *tensors[3:]), strict=True)
     given = [(name, t) for name, t in data if t is not None]
-    alike = attention_fields(CALL, options, q, k, v)
+    alike, slopes = attention_fields(CALL, options, q, k, v), tensors.alibi_slopes
     # A side that reaches past every key is open. For varlen only the totals bound the sequence
     # lengths.
     for side, total in (("window_left", total_k), ("window_right", total_q)):
@@ -251,6 +274,9 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
         copied=tuple(name for name, t in given if not t.rows_are_dense),
         misaligned=tuple(name for name, t in given if t.rows_are_dense and not t.aligned),
         varlen=varlen,
+        sinks_dtype=None if tensors.sinks is None else tensors.sinks.dtype,
+        slopes=None if slopes is None else ("heads", "batch")[len(slopes.shape) - 1],
+        bias=bias_of(tensors.bias),
         **operands,
     )
 

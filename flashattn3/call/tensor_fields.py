@@ -16,8 +16,8 @@ class Kind(NamedTuple):
     type: in the operators' schemas.
     plan: the properties on which a plan depends. "sizes", "dtype" and "device" are the tensor's;
         "readable": whether kernels read it where it lies; "given": whether it is there; "count":
-        the number of its elements. Strides, addresses and values are in no plan of a readable
-        tensor.
+        the number of its elements; "rank" of its axes. Strides, addresses and values are in no
+        plan of a readable tensor.
     """
 
     type: str
@@ -27,6 +27,9 @@ class Kind(NamedTuple):
 ROWS = Kind("Tensor", ("device", "dtype", "sizes", "readable"))
 EDGES = Kind("Tensor?", ("given", "count"))
 LENGTHS = Kind("Tensor?", ("given",))
+SINKS = Kind("Tensor?", ("given", "dtype", "readable"))
+SLOPES = Kind("Tensor?", ("given", "rank", "readable"))
+BIAS = Kind("Tensor?", ("given", "dtype", "sizes", "readable"))
 
 
 class TensorField(NamedTuple):
@@ -53,6 +56,12 @@ TENSORS = (
     TensorField("cu_seqlens_k", EDGES),
     TensorField("seqused_q", LENGTHS, found=False),
     TensorField("seqused_k", LENGTHS, found=False),
+)
+# The tensors that change scores. Operators have an overload for calls with one of them.
+SCORE_TENSORS = (
+    TensorField("sinks", SINKS, found=False),
+    TensorField("alibi_slopes", SLOPES, found=False),
+    TensorField("bias", BIAS, found=False),
 )
 # The tensors of a cached call and of an append; CACHED_PLAN says what of them a plan depends on. A
 # letter says that an append writes the tensor.

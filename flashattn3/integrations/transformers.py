@@ -258,7 +258,12 @@ def flash_attn_bhsd_func(
     window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_func`` of tensors whose heads come before their tokens, as models have them.
 
     Args:
@@ -269,7 +274,7 @@ def flash_attn_bhsd_func(
             sequences packed into the flattened batch, none longer than seqlen_q and seqlen_k.
         All other arguments are those of ``flash_attn_func``.
 
-    Returns: as ``flash_attn_func``: out (batch, seqlen_q, num_heads_q, head_dim_v), and lse.
+    Returns: as ``flash_attn_func``: out (batch, seqlen_q, num_heads_q, head_dim_v), lse, max_logit.
 
     Raises: as ``flash_attn_func``.
     """

@@ -47,9 +47,18 @@ NUM_TENSORS = len(FOUND)  # among the operator's arguments, before the options
 
 
 def attend_bhsd(
-    options: Options, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute out (batch, seqlen_q, heads, head_dim_v), or out and lse (batch, heads, seqlen_q).
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    sinks=None,
+    alibi_slopes=None,
+    bias=None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute out (batch, seqlen_q, heads, head_dim_v), lse (batch, heads, seqlen_q) and max_logit,
+    of these what the call asks for.
 
     cu_seqlens_q, cu_seqlens_k: int32, of sequences in the rows of the batch, one after the other.
     """
@@ -57,16 +66,23 @@ def attend_bhsd(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         wanted = "a tensor: cu_seqlens_q and cu_seqlens_k belong together"
         raise value_error(options.function, missing, wanted, None)
-    if is_compiled(q, k, v):
+    scores = sinks, alibi_slopes, bias
+    plain = sinks is alibi_slopes is bias is None and not options.return_max_logit
+    if plain and is_compiled(q, k, v):
         values = tuple([getattr(options, name) for name in OF_MODELS])
         return call_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, values, options.return_lse)
     if cu_seqlens_q is None:
-        return attend(Tensors(q, k, v), options, bhsd=True)
+        tensors = Tensors(q, k, v, None, None, None, None, *scores)
+        return attend(tensors, options, bhsd=True)
     options = options._replace(max_seqlen_q=q.shape[2], max_seqlen_k=k.shape[2])
-    result = attend(_in_rows(q, k, v, cu_seqlens_q, cu_seqlens_k), options)
-    if not options.return_lse:
+    rows = _in_rows(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    result = attend(Tensors(*rows[:5], None, None, *scores), options)
+    if isinstance(result, Tensor):
         return _of_batch(result, q)
-    return _of_batch(result[0], q), _lse_of_batch(result[1], q)
+    out, *others = result
+    if options.return_lse:
+        others[0] = _lse_of_batch(others[0], q)
+    return (_of_batch(out, q), *others)
 
 
 def attend_like_before(q: Tensor, k: Tensor, v: Tensor, *values) -> Tensor | None:
@@ -252,7 +268,7 @@ class _Call:
 
     values: tuple
     in_force: tuple[str, bool]
-    num_tensors, function = NUM_TENSORS, FUNCTION
+    num_tensors, function, merges = NUM_TENSORS, FUNCTION, True
 
     def forward(self, *tensors) -> tuple[Tensor, Tensor]:
         return _forward_operator(*tensors, *self.values)
@@ -273,6 +289,5 @@ def _split(arguments: tuple, runs: bool) -> tuple[tuple, _Call]:
 
 _forward_operator = torch.ops.flashattn3.forward_bhsd.default
 _backward_operator = torch.ops.flashattn3.backward_bhsd.default
-_END = NUM_TENSORS + len(OF_MODELS)
-differentiable("flashattn3::forward_bhsd", _forward_operator, _run_forward, _split, _END)
+differentiable("flashattn3::forward_bhsd", _forward_operator, _run_forward, _split)
 differentiable_gradient("flashattn3::backward_bhsd", _backward_operator, _run_backward, _split)

@@ -19,7 +19,14 @@ from torch import Tensor
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.metadata import ALIGNMENT_BYTES
-from ..call.operands import NUM_TENSORS, Tensors, flat, of_flat, tensors_by_name
+from ..call.operands import (
+    NUM_OF_8_BITS,
+    NUM_OF_SCORES,
+    NUM_TENSORS,
+    Tensors,
+    of_flat,
+    tensors_by_name,
+)
 from ..errors import value_error
 from ..modes import (
     has_dual_level,
@@ -32,67 +39,101 @@ from ..modes import (
     refuse_tangents,
 )
 from .operators import (
-    END_OF_OPTIONS,
+    BACKWARDS,
     FORWARDS,
     backward_of,
+    backward_operator,
+    backward_results,
+    flat_of,
     forward_operator,
     forward_watched,
     have_data,
     operator_is_watched,
-    options_among,
     options_in_force,
     run_backward_operator,
     run_forward_operator,
-    tensors_among,
+    split_backward,
+    split_forward,
 )
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
 CU_SEQLENS_Q = Tensors._fields.index("cu_seqlens_q")
-
-
-backward_operator = torch.ops.flashattn3.backward.default
+SINKS, BIAS = Tensors._fields.index("sinks"), Tensors._fields.index("bias")
 
 
 class Call(Protocol):
     """A call of a pair of operators, all of it but its tensors.
 
     num_tensors: those that the backward takes, q, k and v first. function: for errors.
+    merges: whether vmap may merge its axis into the batch, the first axis of every tensor.
     """
 
     num_tensors: int
     function: str
+    merges: bool
 
-    def forward(self, *tensors) -> tuple[Tensor, Tensor]:
-        """out and lse, not differentiably."""
+    def forward(self, *tensors) -> tuple[Tensor, ...]:
+        """out and lse, and what more the operator returns, not differentiably."""
 
-    def backward(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv, not differentiably."""
+    def backward(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, ...]:
+        """The results of the gradient's operator, not differentiably."""
 
-    def gradient(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, differentiably or at once. dout None is zero."""
+    def gradient(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor | None, ...]:
+        """The gradients of the first tensors, differentiably or at once. dout None is zero."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A call of ``forward`` and ``backward``; the values of ``flat`` are its tensors. See Call."""
+    """A call of ``forward`` and ``backward``; the values of ``flat`` are its tensors. See Call.
+
+    with_dbias: whether the bias needs a gradient, of an overload that takes one, else nothing.
+    """
 
     options: Options
-    num_tensors = NUM_TENSORS
+    with_dbias: tuple[bool, ...] = ()
+
+    @property
+    def num_tensors(self) -> int:
+        return NUM_OF_SCORES if self.with_dbias else NUM_TENSORS
 
     @property
     def function(self) -> str:
         return self.options.function
 
-    def forward(self, *tensors) -> tuple[Tensor, Tensor]:
+    @property
+    def merges(self) -> bool:
+        return not self.with_dbias
+
+    def forward(self, *tensors) -> tuple[Tensor, ...]:
         return forward_watched(of_flat(tensors), self.options)
 
-    def backward(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, ...]:
+        more = self.with_dbias
         if operator_is_watched(dout, out, tensors[0]):
-            return backward_operator(dout, dlse, out, lse, *tensors, *self.options)
-        return backward_of(dout, dlse, out, lse, Tensors(*tensors), self.options)
+            return backward_operator(dout, dlse, out, lse, *tensors, *self.options, *more)
+        return backward_results(dout, dlse, out, lse, Tensors(*tensors), self.options, *more)
 
-    def gradient(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor, Tensor, Tensor]:
-        return gradient_of(or_zeros(dout, out), dlse, out, lse, *tensors, self.options)
+    def gradient(self, dout, dlse, out, lse, *tensors) -> tuple[Tensor | None, ...]:
+        given = or_zeros(dout, out), dlse, out, lse, tensors, self.options
+        return by_tensor(gradient_of(*given, *self.with_dbias), *tensors)
+
+
+def by_tensor(results: tuple[Tensor | None, ...], *tensors: Tensor | None) -> tuple:
+    """The gradients of the tensors of ``Tensors``, of as many as may have one.
+
+    results: dq, dk and dv, and of calls with sinks or a bias dsinks and dbias, which are None or
+        without elements where nothing asks for them.
+    """
+    if len(results) == 3:
+        return results
+    dq, dk, dv, dsinks, dbias = results
+    sinks, bias = tensors[SINKS], tensors[BIAS]
+    gradients = [dq, dk, dv, *[None] * (NUM_OF_SCORES - 3)]
+    if sinks is not None:
+        gradients[SINKS] = dsinks
+    if bias is not None and dbias is not None and dbias.shape == bias.shape:
+        gradients[BIAS] = dbias
+    return tuple(gradients)
 
 
 def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
@@ -100,16 +141,18 @@ def or_zeros(dout: Tensor | None, out: Tensor) -> Tensor:
     return torch.zeros_like(out) if dout is None else dout
 
 
-def gradient_of(dout, dlse, out, lse, *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv from dout, dlse, out, lse, the tensors and the options."""
-    *tensors, options = arguments
+def gradient_of(
+    dout, dlse, out, lse, tensors: tuple, options: Options, *with_dbias: bool
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients; the tensors are those of an operator."""
     # Compiled autograd traces this, and not what the other conditions read.
     if not torch.compiler.is_compiling() and not is_batched(dout, dlse):
         if type(dout) is type(tensors[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
-            return backward_of(dout, dlse, out, lse, Tensors(*tensors), options)
+            return backward_of(dout, dlse, out, lse, Tensors(*tensors), options, *with_dbias)
         if has_dual_level() or is_transformed():
-            return AttentionGradient.apply(dout, dlse, out, lse, *tensors, Rows(options))
-    return backward_operator(dout, dlse, out, lse, *tensors, *options)
+            call = Rows(options, with_dbias)
+            return AttentionGradient.apply(dout, dlse, out, lse, *tensors, call)
+    return backward_operator(dout, dlse, out, lse, *tensors, *options, *with_dbias)
 
 
 def checked_saved(
@@ -168,17 +211,18 @@ class AttentionOfOperator(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.num_inputs = inputs[-1], len(inputs)
-        q, k, v, *indices = inputs[: ctx.call.num_tensors]
-        out, lse = output
-        ctx.save_for_backward(k, q, v, lse, out, *indices)
+        q, k, v, *rest = inputs[: ctx.call.num_tensors]
+        out, lse, *max_logit = output
+        ctx.mark_non_differentiable(*max_logit)
+        ctx.save_for_backward(k, q, v, lse, out, *rest)
 
     @staticmethod
-    def backward(ctx, dout, dlse):
-        nothing = (None,) * (ctx.num_inputs - 3)
+    def backward(ctx, dout, dlse, *_):
         if dout is None and dlse is None:
-            return (None, None, None, *nothing)
-        k, q, v, lse, out, *indices = ctx.saved_tensors
-        return (*ctx.call.gradient(dout, dlse, out, lse, q, k, v, *indices), *nothing)
+            return (None,) * ctx.num_inputs
+        k, q, v, lse, out, *rest = ctx.saved_tensors
+        gradients = ctx.call.gradient(dout, dlse, out, lse, q, k, v, *rest)
+        return (*gradients, *(None,) * (ctx.num_inputs - len(gradients)))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -186,7 +230,8 @@ class AttentionOfOperator(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        return mapped(AttentionOfOperator.apply, CU_SEQLENS_Q, info, in_dims, arguments)
+        apart = arguments[CU_SEQLENS_Q] is not None or not arguments[-1].merges
+        return mapped(AttentionOfOperator.apply, apart, info, in_dims, arguments)
 
 
 class AttentionGradient(torch.autograd.Function):
@@ -213,17 +258,16 @@ class AttentionGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *arguments):
-        place = NUM_GRADIENTS + CU_SEQLENS_Q
-        return mapped(AttentionGradient.apply, place, info, in_dims, arguments)
+        varlen = arguments[NUM_GRADIENTS + CU_SEQLENS_Q] is not None
+        apart = varlen or not arguments[-1].merges
+        return mapped(AttentionGradient.apply, apart, info, in_dims, arguments)
 
 
-def mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
+def mapped(function: Callable, apart: bool, info, in_dims, arguments) -> tuple:
     """Apply a function to every entry of a mapped axis, which comes first in the results.
 
-    Dense calls merge the axis into the batch, the first axis of every tensor. Varlen calls run one
-    entry at a time, because entries may have different sequences.
-
-    place: index of cu_seqlens_q among the arguments.
+    apart: run one entry at a time: entries of varlen calls may have different sequences, and sinks
+        have no batch. Other calls merge the axis into the batch, the first axis of every tensor.
     """
     size = info.batch_size
     batched = [
@@ -236,7 +280,7 @@ def mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
     def entries(convert: Callable[[Tensor], Tensor]) -> tuple:
         return function(*(convert(x) if isinstance(x, Tensor) else x for x in batched))
 
-    if batched[place] is not None:
+    if apart:
         found = [entries(lambda x, i=i: x[i]) for i in range(size)]
         results = tuple(torch.stack(of_entries) for of_entries in zip(*found, strict=True))
     else:
@@ -248,17 +292,19 @@ def mapped(function: Callable, place: int, info, in_dims, arguments) -> tuple:
 
 # A compiled graph calls the implementations below. It needs no gradient there, so they compute at
 # once; those of register_autograd go on to the dispatcher and then to Python again, in 5 us more.
-def differentiable(name: str, operator: Callable, run: Callable, split: Callable, end: int) -> None:
+def differentiable(
+    name: str, operator: Callable, run: Callable, split: Callable, sides_alone: bool = True
+) -> None:
     """Register an attention operator's implementation for autograd.
 
     run: the operator on tensors with data. split: of the arguments and whether it runs → the
-    tensors and the ``Call``. end: of the arguments of inputs that are not of 8 bits.
+    tensors and the ``Call``. sides_alone: whether no tensors but q, k and v may need a gradient.
     """
 
     def for_autograd(*arguments):
         sides = arguments[:3]
         runs = is_plain() and have_data(*sides)
-        if needs_gradient(arguments if len(arguments) > end else sides):
+        if needs_gradient(sides if sides_alone else arguments):
             tensors, call = split(arguments, runs)
             return AttentionOfOperator.apply(*tensors, call)
         if runs:
@@ -270,13 +316,15 @@ def differentiable(name: str, operator: Callable, run: Callable, split: Callable
     torch.library.impl(name, "Autograd", for_autograd)
 
 
-def differentiable_gradient(name: str, operator: Callable, run: Callable, split: Callable) -> None:
+def differentiable_gradient(
+    name: str, operator: Callable, run: Callable, split: Callable, sides_alone: bool = True
+) -> None:
     """The same of the operator of its gradient; split: of the arguments behind lse."""
 
     def for_autograd(*arguments):
         dout, _, out, _, q, _, _ = given = arguments[: NUM_GRADIENTS + 3]
         runs = is_plain() and have_data(dout, out, q)
-        if needs_gradient(given):
+        if needs_gradient(given if sides_alone else arguments):
             tensors, call = split(arguments[NUM_GRADIENTS:], runs)
             return AttentionGradient.apply(*arguments[:NUM_GRADIENTS], *tensors, call)
         if runs:
@@ -289,21 +337,37 @@ def differentiable_gradient(name: str, operator: Callable, run: Callable, split:
 
 
 def _split(arguments: tuple, runs: bool) -> tuple[tuple, Rows]:
-    tensors, values = tensors_among(arguments), options_among(arguments)
+    tensors, values = split_forward(arguments)
     options = options_in_force(values) if runs else Options(*values)
     if arguments[0].dtype in EIGHT_BIT:
         refuse_gradients(options.function, **tensors_by_name(tensors))
-    return flat(tensors), Rows(options)
+    return differentiated(tensors, options)
+
+
+def differentiated(
+    tensors: Tensors, options: Options, with_dbias: bool | None = None
+) -> tuple[tuple, Rows]:
+    """The inputs of the autograd function of a call: the values of ``flat`` and the ``Call``.
+
+    with_dbias: None: whether the bias needs a gradient.
+    """
+    values, bias = flat_of(tensors, options), tensors.bias
+    if len(values) % NUM_OF_8_BITS == NUM_TENSORS:
+        return values, Rows(options)
+    if with_dbias is None:  # a transform hides which of its tensors need a gradient
+        with_dbias = bias is not None and (is_transformed() or bias.requires_grad)
+    return values, Rows(options, (with_dbias,))
 
 
 def _split_gradient(arguments: tuple, runs: bool) -> tuple[tuple, Rows]:
-    values = arguments[NUM_TENSORS:]
+    tensors, values, with_dbias = split_backward(arguments)
     options = options_in_force(values) if runs else Options(*values)
-    return arguments[:NUM_TENSORS], Rows(options)
+    return tensors[: NUM_OF_SCORES if with_dbias else NUM_TENSORS], Rows(options, with_dbias)
 
 
 for _name in FORWARDS:
-    differentiable(_name, forward_operator, run_forward_operator, _split, END_OF_OPTIONS)
-differentiable_gradient(
-    "flashattn3::backward", backward_operator, run_backward_operator, _split_gradient
-)
+    plain = _name == FORWARDS[0]
+    differentiable(_name, forward_operator, run_forward_operator, _split, plain)
+for _name in BACKWARDS:
+    plain = _name == BACKWARDS[0]
+    differentiable_gradient(_name, backward_operator, run_backward_operator, _split_gradient, plain)

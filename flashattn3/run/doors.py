@@ -26,7 +26,9 @@ from ..call.operands import (
     key_of,
     key_of_transposed,
     tensors_by_name,
+    with_sides,
 )
+from ..call.scores import refuse_gradient_of_slopes
 from ..modes import (
     has_autocast,
     has_dual_level,
@@ -35,7 +37,15 @@ from ..modes import (
     is_transformed,
     refuse_gradients,
 )
-from .derivative import AttentionOfOperator, Rows, checked_saved, gradient_of, or_zeros
+from .derivative import (
+    SINKS,
+    AttentionOfOperator,
+    by_tensor,
+    checked_saved,
+    differentiated,
+    gradient_of,
+    or_zeros,
+)
 from .launches import LaunchCache
 from .operator_rules import recorded, under_autocast
 from .operators import (
@@ -44,23 +54,26 @@ from .operators import (
     have_data,
     launch_under,
     plan_of,
+    returned,
 )
 
 if TYPE_CHECKING:
     from ..backends.base import Launch
 
 
-def attend(
-    tensors: Tensors, options: Options, bhsd: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute what a call returns: out, or out and lse. The public functions call it.
+def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | tuple[Tensor, ...]:
+    """Compute what a call returns: out, lse and max_logit, of these what it asks for. The public
+    functions call it.
 
     bhsd: q, k and v, of 16 bits or more, are (batch, heads, seqlen, head_dim); out is not.
     """
     if has_autocast():
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
-    if is_plain() and have_data(q, k, v):
+    scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is None)
+    if scores:
+        refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
+    if is_plain() and have_data(q, k, v) and not (scores and _is_one_watched(tensors)):
         attend_plain = _attend_plain
         if profiler._is_profiler_enabled:
             in_rows = _transposed(tensors) if bhsd else tensors
@@ -68,9 +81,14 @@ def attend(
         return attend_plain(tensors, options, bhsd)
     if bhsd:
         tensors = _transposed(tensors)
-    plain = type(q) is Scaled and _is_plain_8_bits(q, k, v)
-    out, lse = (forward_of if plain else _attend_watched)(tensors, options)
-    return (out, lse) if options.return_lse else out
+    plain = type(q) is Scaled and not scores and _is_plain_8_bits(q, k, v)
+    return returned((forward_of if plain else _attend_watched)(tensors, options), options)
+
+
+def _is_one_watched(tensors: Tensors) -> bool:
+    """Whether one of what changes scores is not a plain tensor with data."""
+    given = [x for x in (tensors.sinks, tensors.alibi_slopes, tensors.bias) if x is not None]
+    return not all(type(x) is Tensor and not x.is_meta for x in given)
 
 
 @lru_cache(maxsize=4096)
@@ -79,24 +97,28 @@ def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
     return LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node))
 
 
-def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tuple[Tensor, ...]:
     """An eager call that nothing watches, with a node in C++ where the backend has one.
 
     Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
     them with those of the same call at another time.
     """
-    q, k, v = tensors.q, tensors.k, tensors.v
+    q, k, v, sinks, bias = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.bias
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    scores = not (sinks is tensors.alibi_slopes is bias is None)
+    if scores and not needs_gradient:
+        needs_gradient = any(x is not None and x.requires_grad for x in (sinks, bias))
     differentiably = needs_gradient and torch.is_grad_enabled()
     # The node of the backend does not differentiate lse.
-    has_cache = tensors.cu_seqlens_q is None and not (differentiably and options.return_lse)
+    has_cache = not scores and tensors.cu_seqlens_q is None
+    has_cache = has_cache and not (differentiably and options.return_lse)
     if has_cache:
         cache = launch_cache(options, bhsd)
         results = cache.attend(q, k, v, differentiably) if cache.operators is not None else None
         if results is not None:
             return results if options.return_lse else results[0]
     if differentiably and q.dtype in EIGHT_BIT:
-        refuse_gradients(options.function, q=q, k=k, v=v)
+        refuse_gradients(options.function, **tensors_by_name(tensors))
     key = checked_key_of(options.function, tensors)
     launch = launch_under(key_of_transposed(key) if bhsd else key, tensors, options)
     if has_cache and launch.keep is not None:
@@ -106,9 +128,8 @@ def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tu
             if results is not None:
                 return results[0]
     if differentiably:
-        return _apply(q, k, v, tensors, options, key, launch, bhsd)
-    out, lse = launch.forward(_transposed(tensors) if bhsd else tensors)
-    return (out, lse) if options.return_lse else out
+        return _apply(q, k, v, sinks, bias, tensors, options, key, launch, bhsd)
+    return returned(launch.forward(_transposed(tensors) if bhsd else tensors), options)
 
 
 def _launch_of_node(cache: LaunchCache, tensors: Tensors) -> Launch:
@@ -135,7 +156,7 @@ def _backward_of_node(cache: LaunchCache, dout, out, lse, *of_call) -> tuple[Ten
 
 def _transposed(tensors: Tensors) -> Tensors:
     q, k, v = tensors.q, tensors.k, tensors.v
-    return Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return with_sides(tensors, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
 def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
@@ -148,54 +169,61 @@ def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
     return is_plain()
 
 
-def _attend_watched(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+def _attend_watched(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
     """A call with 8-bit inputs, tensors of other classes, a mode, a transform or the compiler."""
     check_tensor_types(options.function, tensors, tensors.cu_seqlens_q is not None)
     if data_of(tensors.q).dtype in EIGHT_BIT:
         refuse_gradients(options.function, **tensors_by_name(tensors))
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
-        return AttentionOfOperator.apply(*flat(tensors), Rows(options))
+        values, call = differentiated(tensors, options)
+        return AttentionOfOperator.apply(*values, call)
     return forward_watched(tensors, options)
 
 
 class _Attention(torch.autograd.Function):
-    """Computes what an eager call returns from q, k and v, all of the tensors, the options, the key
-    of the tensors, the launch, and whether heads come before tokens.
+    """Computes what an eager call returns from the tensors that may need a gradient, all of the
+    tensors, the options, the key of the tensors, the launch, and whether heads come before tokens.
 
     Without return_lse autograd does not see lse, one result less to wrap.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, tensors, options, key, launch, bhsd):
-        out, lse = launch.forward(_transposed(tensors) if bhsd else tensors)
+    def forward(ctx, q, k, v, sinks, bias, tensors, options, key, launch, bhsd):
+        results = launch.forward(_transposed(tensors) if bhsd else tensors)
+        out, lse = results[0], results[1]
         ctx.save_for_backward(k, q, v, lse, out, *tensors[3:])
         ctx.call = launch, key, options, bhsd
-        if not options.return_lse:
+        if options.return_max_logit:
+            ctx.mark_non_differentiable(results[2])
+        elif not options.return_lse:
             return out
         ctx.set_materialize_grads(False)
-        return out, lse
+        return returned(results, options)
 
     @staticmethod
-    def backward(ctx, dout, dlse=None):
+    def backward(ctx, dout, *others):
         """The forward's launch computes the gradient, unless something watches it or hooks on saved
         tensors have returned others."""
-        nothing = (None,) * 5
-        if dout is None and dlse is None:
-            return (None, None, None, *nothing)
         launch, key, options, bhsd = ctx.call
-        k, q, v, lse, out, *indices = ctx.saved_tensors
-        tensors = Tensors(q, k, v, *indices)
+        dlse = others[0] if options.return_lse else None
+        if dout is None and dlse is None:
+            return (None,) * 10
+        k, q, v, lse, out, *rest = ctx.saved_tensors
+        tensors = Tensors(q, k, v, *rest)
+        with_dbias = ctx.needs_input_grad[4:5] if tensors.change_scores else ()
         in_rows = _transposed(tensors) if bhsd else tensors
         plain = is_plain() and type(dout) is Tensor and not is_batched(dout, dlse)
         at_once = plain and not torch.is_grad_enabled()
         if at_once:
             out, lse = checked_saved(options.function, dout, out, lse, in_rows)
         if at_once and key_of(tensors) == key and not profiler._is_profiler_enabled:
-            gradients = launch.backward(dout, dlse, out, lse, in_rows)
+            gradients = launch.backward(dout, dlse, out, lse, in_rows, *with_dbias)
         else:
-            gradients = gradient_of(or_zeros(dout, out), dlse, out, lse, *in_rows, options)
-        dq, dk, dv = (x.transpose(1, 2) for x in gradients) if bhsd else gradients
-        return (dq, dk, dv, *nothing)
+            passed = flat(in_rows, bool(with_dbias)), options, *with_dbias
+            gradients = gradient_of(or_zeros(dout, out), dlse, out, lse, *passed)
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients[:3]) if bhsd else gradients[:3]
+        dsinks, dbias = by_tensor(gradients, *tensors)[SINKS::2] if with_dbias else (None, None)
+        return (dq, dk, dv, dsinks, dbias, *(None,) * 5)
 
 
 # What Function.apply calls where no transform is active, as is known here. The rest of apply, which

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..call.operands import Tensors, indices_of
+from ..call.operands import Tensors, with_values
 
 if TYPE_CHECKING:
     from .planner import Plan
@@ -18,13 +18,17 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def under_autocast(tensors: Tensors) -> Tensors:
-    """Cast q, k and v to autocast's dtype where autocast is enabled for their device, as
-    ``F.scaled_dot_product_attention`` does. float64 and 8-bit tensors stay as they are."""
+    """Cast q, k, v and a bias to autocast's dtype where autocast is enabled for their device, as
+    ``F.scaled_dot_product_attention`` does. float64 and 8-bit tensors stay as they are, and so do
+    sinks of float32."""
     q, k, v = tensors.q, tensors.k, tensors.v
     if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(q.device.type)
-    return Tensors(_cast(q, dtype), _cast(k, dtype), _cast(v, dtype), *indices_of(tensors))
+    sinks, bias = tensors.sinks, _cast(tensors.bias, dtype)
+    if sinks is not None and sinks.dtype != torch.float32:
+        sinks = _cast(sinks, dtype)
+    return with_values(tensors, _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), sinks, bias)
 
 
 def as_cache_under_autocast(

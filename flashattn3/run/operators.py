@@ -1,10 +1,10 @@
 """Runs a call: metadata → Problem → Plan (all three cached together) → backend.
 
 The torch operators ``flashattn3::forward`` and ``flashattn3::backward`` do the same for whoever
-watches a call: torch.compile, modes, transforms. The forward has an overload for 8-bit inputs,
-``scaled``, because torch spends 0.1 us on each argument. This file registers their implementation
-for every device and the fake one that torch.compile and FakeTensorMode use; derivative.py
-registers what autograd calls.
+watches a call: torch.compile, modes, transforms. They have overloads for 8-bit inputs, ``scaled``,
+and for calls with sinks, slopes or a bias, or that return the largest score, ``scores``, because
+torch spends 0.1 us on each argument. This file registers their implementation for every device and
+the fake one that torch.compile and FakeTensorMode use; derivative.py registers what autograd calls.
 """
 
 from __future__ import annotations
@@ -33,20 +33,28 @@ if TYPE_CHECKING:
     from ..backends.base import Launch
 
 _SCHEMA = f"{operands.SCHEMA}, {fields.CALL.schema}"
-torch.library.define("flashattn3::forward", f"({_SCHEMA}) -> (Tensor out, Tensor lse)")
-torch.library.define(
-    "flashattn3::forward.scaled",
-    f"({_SCHEMA}, {operands.SCHEMA_OF_8_BITS}) -> (Tensor out, Tensor lse)",
-)
-torch.library.define(
-    "flashattn3::backward",
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) -> "
-    "(Tensor dq, Tensor dk, Tensor dv)",
-)
-FORWARDS = "flashattn3::forward", "flashattn3::forward.scaled"
-END_OF_OPTIONS = operands.NUM_TENSORS + len(
-    Options._fields
-)  # among the forward operator's arguments
+_SCORES = f"{operands.SCHEMA_OF_SCORES}, {fields.CALL.schema}"
+_GIVEN = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
+# Where max_logit, dsinks or dbias is not asked for, it has no elements: operators return no None.
+_FORWARDS = {
+    "": f"({_SCHEMA}) -> (Tensor out, Tensor lse)",
+    ".scaled": f"({_SCHEMA}, {operands.SCHEMA_OF_8_BITS}) -> (Tensor out, Tensor lse)",
+    ".scores": f"({_SCORES}) -> (Tensor out, Tensor lse, Tensor max_logit)",
+    ".scaled_scores": f"({_SCORES}, {operands.SCHEMA_OF_8_BITS}) -> "
+    "(Tensor out, Tensor lse, Tensor max_logit)",
+}
+_BACKWARDS = {
+    "": f"({_GIVEN}, {_SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    ".scores": f"({_GIVEN}, {_SCORES}, bool with_dbias) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)",
+}
+FORWARDS = [f"flashattn3::forward{overload}" for overload in _FORWARDS]
+BACKWARDS = [f"flashattn3::backward{overload}" for overload in _BACKWARDS]
+for _name, _schema in zip(
+    (*FORWARDS, *BACKWARDS), (*_FORWARDS.values(), *_BACKWARDS.values()), strict=True
+):
+    torch.library.define(_name, _schema)
+NUM_OPTIONS = len(Options._fields)
 
 
 @lru_cache(maxsize=4096)
@@ -94,25 +102,43 @@ def launch_under(key: tuple, tensors: Tensors, options: Options) -> Launch:
     return plan.launch
 
 
-def forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and lse, not differentiably and without the dispatcher."""
+def forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
+    """Compute out and lse, and max_logit where it is asked for, not differentiably and without the
+    dispatcher."""
     forward = launch_of(tensors, options).forward
     if profiler._is_profiler_enabled:
         forward = recorded(plan_of(tensors, options), forward)
     return forward(tensors)
 
 
+def returned(results: tuple[Tensor, ...], options: Options) -> Tensor | tuple[Tensor, ...]:
+    """What a call returns of out, lse and max_logit."""
+    if options.return_max_logit:
+        out, lse, max_logit = results
+        return (out, lse, max_logit) if options.return_lse else (out, max_logit)
+    return (results[0], results[1]) if options.return_lse else results[0]
+
+
 def backward_of(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv, not differentiably and without the dispatcher."""
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    tensors: Tensors,
+    options: Options,
+    *with_dbias: bool,
+) -> tuple[Tensor | None, ...]:
+    """Compute what the backend's backward returns, not differentiably and without the
+    dispatcher."""
     plan = plan_of(tensors, options)
     if plan.problem.dtype in EIGHT_BIT:
         raise no_fp8_gradient(plan.problem.function, "q")
     backward = plan.launch.backward
     if profiler._is_profiler_enabled:
         backward = recorded(plan, backward, " backward", "gradient")
-    return backward(dout, dlse, out, lse, tensors)
+    if with_dbias and not tensors.change_scores:  # the call returned max_logit
+        return (*backward(dout, dlse, out, lse, tensors), None, None)
+    return backward(dout, dlse, out, lse, tensors, *with_dbias)
 
 
 def operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -140,56 +166,106 @@ def _options_in_force(named: str | None, values: tuple) -> Options:
     return options if options.backend is not None else options._replace(backend=named or ANY)
 
 
+def flat_of(tensors: Tensors, options: Options) -> tuple:
+    """``flat``, of the overload that computes the call."""
+    return flat(tensors, tensors.change_scores or options.return_max_logit)
+
+
 def operator_arguments(tensors: Tensors, options: Options) -> tuple:
     """The arguments of the forward operator: the tensors, the options, what 8-bit inputs have."""
-    values = flat(tensors)
-    return (*values[: operands.NUM_TENSORS], *options, *values[operands.NUM_TENSORS :])
+    values = flat_of(tensors, options)
+    end = len(values) % operands.NUM_OF_8_BITS
+    return (*values[:end], *options, *values[end:])
 
 
-def tensors_among(arguments: tuple) -> Tensors:
-    """The tensors among the forward operator's arguments."""
-    return operands.of_flat((*arguments[: operands.NUM_TENSORS], *arguments[END_OF_OPTIONS:]))
+def split_forward(arguments: tuple) -> tuple[Tensors, tuple]:
+    """The tensors of a call, and the values of its options, among the forward operator's
+    arguments."""
+    end = (len(arguments) - NUM_OPTIONS) % operands.NUM_OF_8_BITS
+    behind = end + NUM_OPTIONS
+    return operands.of_flat((*arguments[:end], *arguments[behind:])), arguments[end:behind]
 
 
-def options_among(arguments: tuple) -> tuple:
-    """The values of the options among the forward operator's arguments."""
-    return arguments[operands.NUM_TENSORS : END_OF_OPTIONS]
+def split_backward(arguments: tuple) -> tuple[Tensors, tuple, tuple[bool, ...]]:
+    """The same of the backward operator's arguments behind lse, and with_dbias if it is there."""
+    end = operands.NUM_TENSORS
+    if len(arguments) != end + NUM_OPTIONS:
+        end = operands.NUM_OF_SCORES
+    behind = end + NUM_OPTIONS
+    return Tensors(*arguments[:end]), arguments[end:behind], arguments[behind:]
 
 
 def run_forward_operator(*arguments):
     """The forward operator on tensors with data."""
-    return forward_of(tensors_among(arguments), options_in_force(options_among(arguments)))
+    tensors, values = split_forward(arguments)
+    return forward_results(tensors, options_in_force(values))
+
+
+def forward_results(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
+    """The results of the operator that takes the call, which are never None."""
+    results = forward_of(tensors, options)
+    if len(results) == 2 and tensors.change_scores:
+        return (*results, results[1].new_empty(0))
+    return results
 
 
 def run_backward_operator(dout, dlse, out, lse, *arguments):
     """The backward operator on tensors with data."""
-    options = options_in_force(arguments[operands.NUM_TENSORS :])
-    tensors = Tensors(*arguments[: operands.NUM_TENSORS])
-    return backward_of(dout, dlse, out, lse, tensors, options)
+    tensors, values, with_dbias = split_backward(arguments)
+    options = options_in_force(values)
+    return backward_results(dout, dlse, out, lse, tensors, options, *with_dbias)
+
+
+def backward_results(dout, dlse, out, lse, tensors, options, *with_dbias) -> tuple[Tensor, ...]:
+    """The results of the operator that takes the gradient, which are never None."""
+    results = backward_of(dout, dlse, out, lse, tensors, options, *with_dbias)
+    if not with_dbias:
+        return results
+    return (*results[:3], *(lse.new_empty(0) if x is None else x for x in results[3:]))
 
 
 for _name in FORWARDS:
     torch.library.impl(_name, "CompositeExplicitAutograd", run_forward_operator)
-torch.library.impl("flashattn3::backward", "CompositeExplicitAutograd", run_backward_operator)
+for _name in BACKWARDS:
+    torch.library.impl(_name, "CompositeExplicitAutograd", run_backward_operator)
 
 
-def forward_operator(*arguments) -> tuple[Tensor, Tensor]:
+def forward_operator(*arguments) -> tuple[Tensor, ...]:
     """Call the overload that takes these arguments, from ``operator_arguments``."""
-    operators = torch.ops.flashattn3.forward
-    scaled = len(arguments) > END_OF_OPTIONS
-    return operators.scaled(*arguments) if scaled else operators.default(*arguments)
+    operators, given = torch.ops.flashattn3.forward, len(arguments) - NUM_OPTIONS
+    if given == operands.NUM_TENSORS:
+        return operators.default(*arguments)
+    if given == operands.NUM_OF_SCORES:
+        return operators.scores(*arguments)
+    if given == operands.NUM_TENSORS + operands.NUM_OF_8_BITS:
+        return operators.scaled(*arguments)
+    return operators.scaled_scores(*arguments)
 
 
-def forward_watched(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and lse; only the operator does so differentiably."""
+def backward_operator(*arguments) -> tuple[Tensor, ...]:
+    """Call the overload that takes these arguments."""
+    operators = torch.ops.flashattn3.backward
+    plain = len(arguments) == 4 + operands.NUM_TENSORS + NUM_OPTIONS
+    return operators.default(*arguments) if plain else operators.scores(*arguments)
+
+
+def forward_watched(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
+    """Compute the results of the operator that takes the call; only the operator does so
+    differentiably."""
     q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
     if operator_is_watched(q, k, v):
         return forward_operator(*operator_arguments(tensors, options))
-    return forward_of(tensors, options)
+    return forward_results(tensors, options)
 
 
 def _forward_fake(*arguments):
-    return fake_forward_of(tensors_among(arguments), Options(*options_among(arguments)))
+    tensors, values = split_forward(arguments)
+    options = Options(*values)
+    results = fake_forward_of(tensors, options)
+    if not (tensors.change_scores or options.return_max_logit):
+        return results
+    heads = results[0].shape[-2] if options.return_max_logit else 0
+    return (*results, results[1].new_empty(heads))
 
 
 def fake_forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
@@ -209,10 +285,17 @@ for _name in FORWARDS:
     torch.library.register_fake(_name, _forward_fake)
 
 
-@torch.library.register_fake("flashattn3::backward")
 def _backward_fake(dout, dlse, out, lse, *arguments):
-    tensors, options = arguments[: operands.NUM_TENSORS], arguments[operands.NUM_TENSORS :]
-    return fake_backward_of(dout, dlse, out, lse, Tensors(*tensors), Options(*options))
+    tensors, values, with_dbias = split_backward(arguments)
+    gradients = fake_backward_of(dout, dlse, out, lse, tensors, Options(*values))
+    if not with_dbias:
+        return gradients
+    others = tensors.sinks, tensors.bias if with_dbias[0] else None
+    return (*gradients, *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in others))
+
+
+for _name in BACKWARDS:
+    torch.library.register_fake(_name, _backward_fake)
 
 
 def fake_backward_of(dout, dlse, out, lse, tensors: Tensors, options: Options):

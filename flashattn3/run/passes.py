@@ -12,21 +12,28 @@ from torch import Tensor
 from ..call.arguments import expect_strided
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
-from ..call.operands import Tensors, check_tensor_types, data_of, normalised, with_keys_in_rows
+from ..call.operands import (
+    NUM_TENSORS,
+    Tensors,
+    check_tensor_types,
+    data_of,
+    normalised,
+    with_keys_in_rows,
+)
 from ..call.problem import check
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from ..modes import refuse_tangents
-from .derivative import Rows
-from .operators import forward_watched, operator_is_watched, plan_of
+from .derivative import differentiated
+from .operators import forward_watched, operator_is_watched, plan_of, returned
 
 
 def forward_pass(
     tensors: Tensors, options: Options, descales: tuple[Tensor | None, ...]
-) -> tuple[Tensor, Tensor]:
-    """Compute out and lse of ``flash_attn_forward``."""
+) -> tuple[Tensor, ...]:
+    """Compute out, lse and max_logit of ``flash_attn_forward``."""
     options = options._replace(return_lse=True)
     tensors, options = _checked(tensors, options, descales)
-    return forward_watched(tensors, options)
+    return returned(forward_watched(tensors, options), options)
 
 
 def backward_pass(
@@ -37,8 +44,8 @@ def backward_pass(
     lse: Tensor,
     dlse: Tensor | None,
     sums: tuple[Tensor | None, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dq, dk and dv of ``flash_attn_backward``, and add them to the sums that are given."""
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of ``flash_attn_backward``, and add them to the sums that are given."""
     function, sides = options.function, tensors[:3]
     tensors, options = _checked(tensors, options)
     dtype = data_of(tensors.q).dtype
@@ -50,12 +57,13 @@ def backward_pass(
     _check_passed(tensors, options, dout=dout, out=out, lse=lse, dlse=dlse)
     for name, given, side in zip(("dq", "dk", "dv"), sums, sides, strict=True):
         _check_sum(function, name, given, side)
-    gradients = Rows(options).backward(dout, dlse, out, lse, *tensors)
+    values, call = differentiated(tensors, options, with_dbias=tensors.bias is not None)
+    dq, dk, dv, *others = call.backward(dout, dlse, out, lse, *values)
     # Keys without cu_seqlens_k were flattened to rows.
-    shaped = (x.view(side.shape) for x, side in zip(gradients, sides, strict=True))
-    return tuple(
-        x if given is None else given.add_(x) for x, given in zip(shaped, sums, strict=True)
-    )
+    shaped = (x.view(side.shape) for x, side in zip((dq, dk, dv), sides, strict=True))
+    sums = (x if given is None else given.add_(x) for x, given in zip(shaped, sums, strict=True))
+    given = tensors.sinks, tensors.bias
+    return (*sums, *(x for x, of in zip(others, given, strict=False) if of is not None))
 
 
 def _checked(
@@ -71,7 +79,10 @@ def _checked(
             expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
     tensors = normalised(function, tensors, descales)
     check_tensor_types(function, tensors, varlen)
-    _refuse_gradients(function, **dict(zip("qkv", map(data_of, tensors[:3]), strict=True)))
+    passed = dict(zip("qkv", map(data_of, tensors[:3]), strict=True))
+    scores = zip(Tensors._fields[NUM_TENSORS:], tensors[NUM_TENSORS:], strict=True)
+    passed |= {name: x for name, x in scores if x is not None}
+    _refuse_gradients(function, **passed)
     return tensors, options
 
 

@@ -13,17 +13,18 @@ from ..backends.registry import BACKENDS
 from ..call.arguments import boolean, integer
 from ..call.descales import BLOCKS, check_out_dtype
 from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype, v_dtype
-from ..call.fields import Options, expect_no_cap
+from ..call.fields import Options, expect_shared_shift
 from ..call.hadamard import is_rotatable
 from ..call.operands import (
     Scaled,
     Tensors,
     check_tensor_types,
     checked_key_of,
-    indices_of,
     metadata_under,
+    with_sides,
 )
 from ..call.problem import check, describe
+from ..call.scores import refuse_gradient_of_slopes
 from ..call.value_checks import check_values, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import has_autocast, is_plain, is_traced, refuse_gradients
@@ -64,11 +65,12 @@ def attend_quantized(
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v
     plain = type(q) is type(k) is type(v) is Tensor and is_plain()
-    if varlen or not plain:
+    if varlen or not plain or tensors.change_scores:
         check_tensor_types(function, tensors, varlen)
-    if not plain or q.requires_grad or k.requires_grad or v.requires_grad:
+    if not plain or q.requires_grad or k.requires_grad or v.requires_grad or tensors.change_scores:
         scheme = _converted(function, *scheme)
-        refuse_gradients(function, q=q, k=k, v=v)
+        refuse_gradient_of_slopes(function, tensors.alibi_slopes)
+        refuse_gradients(function, q=q, k=k, v=v, sinks=tensors.sinks, bias=tensors.bias)
     if not plain and is_traced():
         checked = _checked(tensors, options, scheme)
     else:
@@ -89,7 +91,8 @@ def attend_quantized(
         q, k, v, block, hadamard, *edges, *longest, qk_dtype, smooth_k
     )
     of_q, of_k, of_v = of_q if scales_q else None, *((of_k, of_v) if scales_k else (None, None))
-    scaled = Tensors(
+    scaled = with_sides(
+        tensors,
         Scaled(q, of_q, block if scales_q else None, hadamard),
         Scaled(k, of_k, block if scales_k else None, hadamard, "rows", None, mean),
         Scaled(
@@ -100,7 +103,6 @@ def attend_quantized(
             "rows" if head_dim is None else "permuted",
             head_dim,
         ),
-        *indices_of(tensors),
     )
     return attend(scaled, of_8_bits)
 
@@ -174,4 +176,4 @@ def _check(tensors: Tensors, options: Options, scheme: Scheme) -> None:
     fits = not scheme.hadamard or is_rotatable(q.shape[-1])
     expect(fits, function, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
     if scheme.smooth_k:
-        expect_no_cap(options, "with smooth_k=True")
+        expect_shared_shift(options, tensors.sinks, "with smooth_k=True")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,22 +32,43 @@ def attention(
 
     Args:
         tensors: dense or varlen; the heads of q are a multiple of those of k and v. seqused is
-            taken in both forms.
+            taken in both forms. Sinks are below inf.
         softmax_scale, window_left, window_right, softcap: as in ``Problem``; -1 is an open window.
         dtype: what is computed in; q, k and v are converted first.
 
     Returns:
         out in q's shape with v's head dim, in ``dtype``; lse (batch, heads, seqlen_q) or (heads,
         total_q), natural logarithm, in ``dtype`` or float32, whichever is wider. Rows that see no
-        key and rows of no sequence: out 0, lse -inf, gradient 0.
+        key and rows of no sequence: out 0, lse -inf, gradient 0; with sinks the former have lse of
+        their sink.
     """
     q, k, v = (x.to(dtype) for x in tensors[:3])
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=_wide(dtype))
-    for rows, keys in heads_of(tensors):
+    for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
         options = softmax_scale, window_left, window_right, softcap
-        out[rows], lse[rows] = _one_head(q[rows], k[keys], v[keys], *options)
+        out[rows], lse[rows] = _one_head(q[rows], k[keys], v[keys], *options, added)
     return out, lse.transpose(-1, -2)
+
+
+def max_logit(
+    tensors: Tensors,
+    *,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The largest score of each head (heads,) that a query sees, in float64; -inf without any."""
+    q, k = (x.detach().double() for x in tensors[:2])
+    found = q.new_full((q.shape[-2],), -math.inf)
+    options = softmax_scale, window_left, window_right, softcap
+    for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
+        scores, blind = scores_of_head(q[rows], k[keys], *options, added)
+        seen = scores.masked_fill(blind, -math.inf).flatten()
+        if seen.numel():
+            found[rows[-1]] = torch.maximum(found[rows[-1]], seen.max())
+    return found
 
 
 def gradients(
@@ -59,25 +81,69 @@ def gradients(
     window_right: int = -1,
     softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in ``dtype``, by autograd through one head at a time.
+) -> tuple[Tensor | None, ...]:
+    """dq, dk and dv in ``dtype``, by autograd through one head at a time; of calls with sinks,
+    slopes or a bias dsinks and dbias too, None where there is no such tensor.
 
     dout: in the shape of out. dlse: in the shape of lse; None stands for zero. The other arguments
     are those of ``attention``. Sums over query heads are at least float32.
     """
-    inputs = tuple(x.detach().to(dtype) for x in tensors[:3])
-    sums = tuple(torch.zeros_like(x, dtype=_wide(dtype)) for x in inputs)
-    for rows, keys in heads_of(tensors):
-        places = rows, keys, keys
+    of_scores = [None if x is None else x.detach() for x in tensors[7:]]
+    detached = Tensors(*(x.detach().to(dtype) for x in tensors[:3]), *tensors[3:7], *of_scores)
+    inputs = detached[:3]
+    of_sums = [*inputs, *(x for x in (detached.sinks, detached.bias) if x is not None)]
+    sums = tuple(torch.zeros_like(x, dtype=_wide(dtype)) for x in of_sums)
+    options = softmax_scale, window_left, window_right, softcap
+    for (rows, keys), added in zip(heads_of(tensors), added_of_heads(detached), strict=True):
+        places = [rows, keys, keys]
         leaves = [x[place].requires_grad_() for x, place in zip(inputs, places, strict=True)]
-        out, lse = _one_head(*leaves, softmax_scale, window_left, window_right, softcap)
+        if added.sink is not None:
+            places.append(rows[-1])
+            leaves.append(added.sink.to(dtype).clone().requires_grad_())
+            added = added._replace(sink=leaves[-1])
+        if added.bias is not None:
+            batch, heads = detached.bias.shape[:2]
+            places.append((rows[0] if batch > 1 else 0, rows[-1] if heads > 1 else 0))
+            leaves.append(added.bias.to(dtype).clone().requires_grad_())
+            added = added._replace(bias=leaves[-1])
+        out, lse = _one_head(*leaves[:3], *options, added)
         given_out, given_lse = dout[rows].to(out.dtype), torch.zeros_like(lse)
         if dlse is not None:
             given_lse += dlse.transpose(-1, -2)[rows]
         found = torch.autograd.grad((out, lse), leaves, (given_out, given_lse))
         for total, place, gradient in zip(sums, places, found, strict=True):
             total[place] += gradient
-    return tuple(total.to(dtype) for total in sums)
+    found = [total.to(dtype) for total in sums]
+    if all(x is None for x in of_scores):
+        return tuple(found)
+    dsinks = found[3] if detached.sinks is not None else None
+    return (*found[:3], dsinks, found[-1] if detached.bias is not None else None)
+
+
+class Added(NamedTuple):
+    """What changes the scores of a query head in one sequence: the sink and the slope, scalars, and
+    the bias (sq, sk)."""
+
+    sink: Tensor | None = None
+    slope: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def added_of_heads(tensors: Tensors) -> Iterator[Added]:
+    """In the order of ``heads_of``."""
+    sinks, slopes, bias = (tuple(tensors) + (None,) * 10)[7:10]
+    heads, batch = tensors.q.shape[-2], tensors.q.shape[0]
+    if tensors.cu_seqlens_q is not None:
+        batch = tensors.cu_seqlens_q.shape[0] - 1
+    slopes = None if slopes is None else slopes.view(-1, heads).expand(batch, heads)
+    bias = None if bias is None else bias.expand(batch, heads, -1, -1)
+    for index in range(batch):
+        for head in range(heads):
+            yield Added(
+                None if sinks is None else sinks[head],
+                None if slopes is None else slopes[index, head],
+                None if bias is None else bias[index, head],
+            )
 
 
 def _one_head(
@@ -88,16 +154,30 @@ def _one_head(
     window_left: int,
     window_right: int,
     softcap: float,
+    added: Added,
 ) -> tuple[Tensor, Tensor]:
     """q (sq, d), k (sk, d), v (sk, dv) -> out (sq, dv), lse (sq,)."""
-    scores, blind = scores_of_head(q, k, softmax_scale, window_left, window_right, softcap)
-    out = (torch.softmax(scores, dim=1) @ v).masked_fill(blind, 0.0)
-    lse = torch.logsumexp(scores.to(_wide(q.dtype)), dim=1).masked_fill(blind.squeeze(1), -math.inf)
-    return out, lse
+    options = softmax_scale, window_left, window_right, softcap
+    scores, blind = scores_of_head(q, k, *options, added)
+    of_blind = scores.new_full((1,), -math.inf, dtype=_wide(q.dtype))
+    if added.sink is not None:
+        of_blind = added.sink.to(of_blind.dtype)
+        column = added.sink.to(scores.dtype).expand(scores.shape[0], 1)
+        scores = torch.cat((scores, column), dim=1)
+    p = torch.softmax(scores, dim=1)[:, : k.shape[0]]
+    out = (p @ v).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores.to(_wide(q.dtype)), dim=1)
+    return out, torch.where(blind.squeeze(1), of_blind, lse)
 
 
 def scores_of_head(
-    q: Tensor, k: Tensor, softmax_scale: float, window_left: int, window_right: int, softcap: float
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    added: Added = Added(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
     """q (sq, d), k (sk, d) -> scores (sq, sk), -inf where hidden; rows that see nothing, (sq, 1).
 
@@ -110,6 +190,10 @@ def scores_of_head(
     sq, sk = scores.shape
     i, j = torch.arange(sq, device=q.device), torch.arange(sk, device=q.device)
     distance = j - (i + sk - sq).unsqueeze(1)
+    if added.slope is not None:
+        scores = scores - (added.slope * distance.abs()).to(scores.dtype)
+    if added.bias is not None:
+        scores = scores + added.bias.to(scores.dtype)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if window_left >= 0:
         hidden |= distance < -window_left

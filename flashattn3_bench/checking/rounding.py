@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashattn3.call.operands import Tensors
 
-from .fp64_reference import heads_of, scores_of_head
+from .fp64_reference import Added, added_of_heads, heads_of, scores_of_head
 
 DEVIATIONS = 3.0
 POWERS = (torch.abs, torch.square)
@@ -48,8 +48,8 @@ def out_rounding(
     """Of out, in its shape: P and out are rounded to dtype. The options are ``attention``'s."""
     q, k, v = (x.detach().double() for x in tensors[:3])
     of_out = _Moments(q.new_zeros((*q.shape[:-1], v.shape[-1])))
-    for rows, keys in heads_of(tensors):
-        p, _ = _probabilities(q[rows], k[keys], softmax_scale, **options)
+    for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
+        p, _ = _probabilities(q[rows], k[keys], softmax_scale, **options, added=added)
         of_out.result[rows] = p @ v[keys]
         for power in POWERS:
             of_out.sums[power][rows] = power(_magnitude(p, dtype)) @ power(v[keys])
@@ -72,9 +72,9 @@ def gradient_rounding(
     of_dq, of_dk, of_dv = moments = [_Moments(x) for x in inputs]
     dout = dout.double()
     given = 0.0 * dout[..., 0] if dlse is None else dlse.double().transpose(-1, -2)
-    for rows, keys in heads_of(tensors):
+    for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
         q, k, v, do = inputs[0][rows], inputs[1][keys], inputs[2][keys], dout[rows]
-        p, slope = _probabilities(q, k, softmax_scale, **options)
+        p, slope = _probabilities(q, k, softmax_scale, **options, added=added)
         dp, out = do @ v.T, p @ v
         delta = (do * out).sum(1, keepdim=True) - given[rows].unsqueeze(1)
         by_slope = softmax_scale * (p * (dp - delta)).abs() * _slope_error(k.shape[0], **options)
@@ -137,11 +137,20 @@ def _probabilities(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    added: Added = Added(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
     """P, 0 in rows that see nothing, and the derivative of the capped score by the score."""
-    scores, blind = scores_of_head(q, k, softmax_scale, window_left, window_right, softcap)
-    tanh = torch.where(scores.isfinite(), scores / softcap, 0.0) if softcap else 0.0 * q[:, :1]
-    return torch.softmax(scores, 1).masked_fill(blind, 0.0), 1.0 - tanh.square()
+    options = softmax_scale, window_left, window_right, softcap
+    scores, blind = scores_of_head(q, k, *options, added)
+    tanh = 0.0 * q[:, :1]
+    if softcap:
+        capped, _ = scores_of_head(q, k, *options)
+        tanh = torch.where(scores.isfinite(), capped / softcap, 0.0)
+    if added.sink is not None:
+        column = added.sink.to(scores).expand(scores.shape[0], 1)
+        scores = torch.cat((scores, column), 1)
+    p = torch.softmax(scores, 1)[:, : k.shape[0]]
+    return p.masked_fill(blind, 0.0), 1.0 - tanh.square()
 
 
 def _slope_error(num_keys: int, softcap: float = 0.0, **_: int) -> float:

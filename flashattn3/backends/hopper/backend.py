@@ -177,7 +177,7 @@ class HopperBackend:
     def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         if isinstance(problem, CacheProblem):
             return cached.decline_reason(self, problem, device)
-        reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+        reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM) or score_reason(problem)
         return reason or self.unusable_reason(_kernel_config(problem, device), problem.backend)
 
     def unusable_reason(self, kernel_config: KernelConfig, backend: str | None) -> str | None:
@@ -250,6 +250,13 @@ def _as_cached(problem: Problem) -> DecodeProblem:
     """The problem of the decode kernels, which have no splits of each sequence."""
     cached = packed.as_cached(problem)
     return replace(cached, num_splits=0) if cached.num_splits > 1 else cached
+
+
+def score_reason(problem: Problem) -> str | None:
+    """Why no kernel computes what happens to a problem's scores, or None."""
+    if problem.score_options:
+        return f"has no kernel for {problem.score_options[0]}"
+    return None
 
 
 def _kernel_config(problem: Problem, device: DeviceInfo) -> ForwardConfig:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.dtypes import EIGHT_BIT
 from ...call.metadata import ALIGNMENT_BYTES
-from ...call.operands import Tensors, as_scaled
+from ...call.operands import NUM_TENSORS, Tensors, as_scaled
 from ...call.problem import Problem
 from ..base import PassOperators
 from ..conversions import with_dense_rows
@@ -96,9 +96,9 @@ def prepare_forward(
 def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
     operator, handle, copied = library.forward, launch.config.launch.handle, launch.config.copied
     if not copied:
-        return lambda tensors: operator(handle, *tensors, None, None, None)
+        return lambda tensors: operator(handle, *tensors[:NUM_TENSORS], None, None, None)
     return lambda tensors: operator(
-        handle, *_copied(copied, *tensors[:3]), *tensors[3:], None, None, None
+        handle, *_copied(copied, *tensors[:3]), *tensors[3:NUM_TENSORS], None, None, None
     )
 
 
@@ -107,7 +107,7 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
     sequences have a used length."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
-    if config.gradient_config is None or not aligned:
+    if config.gradient_config is None or not aligned or problem.score_options:
         return None
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
@@ -135,7 +135,7 @@ def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], 
         data = q.data, k.data, with_layout(v.data, tensors.cu_seqlens_k)
         if copied:
             data = _copied(copied, *data)
-        return operator(handle, *data, *tensors[3:], q.descale, k.descale, v.descale)
+        return operator(handle, *data, *tensors[3:NUM_TENSORS], q.descale, k.descale, v.descale)
 
     return forward
 
@@ -157,7 +157,7 @@ def prepare_backward(
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
-        results = operator(handle, dout, dlse, out, lse, *tensors)
+        results = operator(handle, dout, dlse, out, lse, *tensors[:NUM_TENSORS])
         if whole_rows:
             return results
         return tuple(x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))

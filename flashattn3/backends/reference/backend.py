@@ -31,6 +31,7 @@ from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
 from .cached import ReferenceCachedCall
 from .padded_layout import PaddedLayout, padded
+from .score_shifts import ScoreShifts
 
 if TYPE_CHECKING:
     from ...call.descales import Descales
@@ -69,7 +70,7 @@ class ReferenceConfig(NamedTuple):
 
     def sequences(self, seqlen_q: int, seqlen_k: int) -> int:
         """Number of sequences of these lengths that fill the tile of one long sequence."""
-        tile = min(self.block_m, seqlen_q) * min(self.block_n, seqlen_k)
+        tile = min(self.block_m, seqlen_q) * min(self.block_n, max(1, seqlen_k))
         return self.block_m * self.block_n // tile
 
 
@@ -122,41 +123,60 @@ class ReferenceLaunch:
         return self.config.describe()
 
     @cached_property
-    def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    def forward(self) -> Callable[[Tensors], tuple[Tensor, ...]]:
         run = _prepare_one_tile(self.problem) if self.config.one_tile else self._forward
         return converting(self.problem, _without_autocast(self.problem, run))
 
     @cached_property
-    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def backward(self) -> Callable[..., tuple[Tensor | None, ...]]:
         return _without_autocast(self.problem, self._backward)
 
-    def _forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def _forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
         q, problem = data_of(tensors.q), self.problem
         dtype = _compute_dtype(problem)
         out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
+        max_logit = q.new_full((problem.num_heads_q,), -math.inf, dtype=dtype)
         for bucket in _buckets(self, tensors):
-            _Call(self, tensors, bucket).forward(out, lse)
-        return out, lse
+            _Call(self, tensors, bucket).forward(out, lse, max_logit)
+        return (out, lse, max_logit) if problem.return_max_logit else (out, lse)
 
     def _backward(
-        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, tensors: Tensors
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        tensors: Tensors,
+        *with_dbias: bool,
+    ) -> tuple[Tensor | None, ...]:
         tensors = with_dense_rows(self.problem, tensors)
         gradients = tuple(
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]
         )
+        sinks, bias = tensors.sinks, tensors.bias if any(with_dbias) else None
+        dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=_wide(sinks))
+        dbias = None
+        if bias is not None:
+            dbias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
         for bucket in _buckets(self, tensors):
-            _Call(self, tensors, bucket).backward(dout, dlse, out, lse, gradients)
-        return gradients
+            call = _Call(self, tensors, bucket)
+            call.backward(dout, dlse, out, lse, gradients, dsinks, dbias)
+        if not with_dbias:
+            return gradients
+        return (*gradients, None if sinks is None else dsinks.to(sinks.dtype), dbias)
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:
     return torch.promote_types(problem.out_dtype, torch.float32)  # torch cannot promote FP8
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
-    """Whether a dense call without mask, cap, GQA, splits and descales fits one tile."""
+    """Whether a dense call with nothing but q, k, v and a scale fits one tile."""
     return (
         0 < problem.seqlen_q <= config.block_m
         and problem.batch > 0
@@ -164,6 +184,7 @@ def _is_one_tile(problem: Problem, config: ReferenceConfig) -> bool:
         and problem.qhead_per_kvhead == 1
         and not (problem.varlen or problem.masked or problem.score_scale.is_capped)
         and problem.num_splits <= 1
+        and not problem.score_options
         and not (problem.q.descales or problem.k.descales or problem.v.descales)
     )
 
@@ -222,12 +243,13 @@ class _Bucket(NamedTuple):
 def _buckets(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
     """Yield the sequences of a call: all at once, or, for varlen, those of equal lengths together.
 
-    Sequences without queries or without keys are skipped: out and lse already hold 0 and -inf.
+    Sequences without queries are skipped, and without sinks those without keys: out and lse already
+    hold 0 and -inf.
     """
     problem = launch.problem
     if problem.varlen and not _is_capturing(problem.device):
         yield from _buckets_by_length(launch, tensors)
-    elif problem.batch and problem.seqlen_q and problem.seqlen_k:
+    elif problem.batch and problem.seqlen_q and (problem.seqlen_k or problem.sinks_dtype):
         if problem.varlen:
             queries = padded(problem.seqlen_q, problem.total_q, *tensors.lengths_q)
             keys = padded(problem.seqlen_k, problem.total_k, *tensors.lengths_k)
@@ -245,7 +267,7 @@ def _buckets_by_length(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_B
     for batch_idx, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
         batch_indices_of[lengths].append(batch_idx)
     for (seqlen_q, seqlen_k), batch_indices in batch_indices_of.items():
-        if seqlen_q == 0 or seqlen_k == 0:
+        if seqlen_q == 0 or (seqlen_k == 0 and problem.sinks_dtype is None):
             continue
         size = launch.config.sequences(seqlen_q, seqlen_k)
         for some in (batch_indices[i : i + size] for i in range(0, len(batch_indices), size)):
@@ -288,6 +310,7 @@ class _Call:
         scaled so that q kᵀ is the score divided by ``unit``, before tanh where scores are capped.
     k, v: (batch * num_heads_kv, seqlen_k, ·).
     diagonal: index of the key that query 0 is aligned with.
+    shifts: what the slopes and the bias add to scores.
     """
 
     def __init__(self, launch: ReferenceLaunch, tensors: Tensors, bucket: _Bucket) -> None:
@@ -305,6 +328,7 @@ class _Call:
         self.q = q.view(-1, problem.qhead_per_kvhead, self.seqlen_q, problem.head_dim)
         self.k = self.dequantized(keys, tensors.k, problem.k.descales)
         self.v = self.dequantized(keys, tensors.v, problem.v.descales)
+        self.shifts = ScoreShifts(tensors, bucket.queries, self.dtype)
 
     def dequantized(
         self, side: PaddedLayout, x: Tensor | Scaled, descales: Descales | None
@@ -337,7 +361,7 @@ class _Call:
         return range(first, max(first, stop))
 
     def scores(self, q: Tensor, keys: range) -> Tensor:
-        """The scores of a tile before masking. q: the rows of the tile."""
+        """The scores of a tile before ``shifts`` and masking. q: the rows of the tile."""
         scores = torch.bmm(q, self.k[:, keys.start : keys.stop].transpose(1, 2))
         return scores.tanh_().mul_(self.unit) if self.problem.score_scale.is_capped else scores
 
@@ -378,9 +402,10 @@ class _Call:
         self.clear(scores, queries, keys)
         scores.view(batch, -1, len(queries), len(keys)).add_(seen.log2_())
 
-    def forward(self, out: Tensor, lse: Tensor) -> None:
-        """Write the bucket's rows of out and lse."""
+    def forward(self, out: Tensor, lse: Tensor, max_logit: Tensor) -> None:
+        """Write the bucket's rows of out and lse, and raise max_logit to its largest scores."""
         queries = self.bucket.queries
+        self.max_logit = max_logit
         found_out, found_lse = self.attend()
         queries.unfold(found_out, out)
         queries.unfold(found_lse, _column(lse))
@@ -392,8 +417,10 @@ class _Call:
         out: Tensor,
         lse: Tensor,
         gradients: tuple[Tensor, Tensor, Tensor],
+        dsinks: Tensor | None,
+        dbias: Tensor | None,
     ) -> None:
-        """Write the bucket's rows of dq, dk and dv.
+        """Write the bucket's rows of dq, dk and dv, add to dsinks and write dbias.
 
         Each tile recomputes P from lse: P = exp(S - lse), dS = P * (dO Vᵀ - delta), delta =
         rowsum(dO * O) - dlse.
@@ -404,10 +431,12 @@ class _Call:
         if dlse is not None:
             delta -= queries.fold(_column(dlse), self.dtype)
         lse = queries.fold(_column(lse), self.dtype)
+        if dsinks is not None:
+            self.shifts.add_to_dsinks(dsinks, lse, delta)
         # A row that sees no key gets P = 0 from lse = +inf, and dS = 0 from a finite delta.
         blind = lse == -math.inf
         lse, delta = lse.masked_fill(blind, math.inf), delta.masked_fill_(blind, 0.0)
-        found = self.differentiate(dout, lse, delta)
+        found = self.differentiate(dout, lse, delta, dbias)
         for side, rows, gradient in zip((queries, keys, keys), found, gradients, strict=True):
             side.unfold(rows, gradient)
 
@@ -427,20 +456,25 @@ class _Call:
     def _attend_block(self, queries: range) -> tuple[Tensor, Tensor]:
         keys = self.keys_of(queries)
         size = math.ceil(len(keys) / max(1, self.problem.num_splits))
-        parts = [self._attend_split(queries, split) for split in _blocks(keys, size) or [keys]]
+        splits = _blocks(keys, size) or [keys]
+        # The first of the splits has the sinks.
+        parts = [self._attend_split(queries, split, split is splits[0]) for split in splits]
         return _combine(parts)
 
-    def _attend_split(self, queries: range, keys: range) -> tuple[Tensor, Tensor]:
+    def _attend_split(self, queries: range, keys: range, sinks: bool) -> tuple[Tensor, Tensor]:
         q = self.rows(self.q, queries)
         # The running maximum is at least a finite number, so that -inf - maximum is never NaN.
         lowest = torch.finfo(q.dtype).min
         acc_o = None
         for tile in _blocks(keys, self.block_n):
             scores = self.scores(q, tile)
+            self.shifts.add(scores, queries, tile, self.diagonal)
             if not self.sees_all(queries, tile):
                 self.hide(scores, queries, tile)
             v = self.v[:, tile.start : tile.stop]
             highest = scores.amax(-1, keepdim=True)
+            if self.problem.return_max_logit:
+                self.shifts.raise_max_logit(self.max_logit, highest, queries)
             if acc_o is None:
                 maximum = highest.clamp_(min=lowest)
                 p = _exp(scores.sub_(maximum))
@@ -452,14 +486,18 @@ class _Call:
                 total.mul_(rescale).add_(p.sum(-1, keepdim=True))
                 acc_o.mul_(rescale).baddbmm_(p, v)
         if acc_o is None:
-            return q.new_zeros((*q.shape[:2], self.v.shape[-1])), q.new_full(
-                (*q.shape[:2], 1), -math.inf
-            )
+            acc_o = q.new_zeros((*q.shape[:2], self.v.shape[-1]))
+            total, maximum = q.new_zeros((*q.shape[:2], 1)), q.new_full((*q.shape[:2], 1), lowest)
+        if sinks and self.problem.sinks_dtype is not None:
+            return self.shifts.with_sinks(acc_o, total, maximum, len(queries))
         # The largest score adds exactly 1, so total is at least 1, or 0 without visible keys.
         return acc_o.div_(total.clamp(min=1.0)), total.log_().add_(maximum)
 
-    def differentiate(self, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
-        """Compute dq, dk and dv, heads first. lse is +inf where a row sees no key."""
+    def differentiate(
+        self, dout: Tensor, lse: Tensor, delta: Tensor, dbias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Compute dq, dk and dv, heads first, and write dbias. lse is +inf where a row sees no
+        key."""
         problem = self.problem
         dq = self.q.new_zeros((dout.shape[0], self.seqlen_q, problem.head_dim))
         dk, dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
@@ -474,14 +512,19 @@ class _Call:
                 masked = not self.sees_all(queries, tile)
                 p = self.scores(q, tile)
                 slope = 1 - (p / self.unit).square_() if problem.score_scale.is_capped else None
+                self.shifts.add(p, queries, tile, self.diagonal)
                 _exp(p.sub_(lse_rows))
                 ds = torch.bmm(dout_rows, self.v[:, keys].transpose(1, 2))
                 ds.sub_(delta_rows).mul_(p)
-                if slope is not None:
-                    ds.mul_(slope)
                 if masked:
                     self.clear(p, queries, tile)
                     self.clear(ds, queries, tile)
+                if dbias is not None:
+                    self.shifts.write_dbias(dbias, ds, queries, tile)
+                if slope is not None:
+                    if masked:
+                        self.clear(slope, queries, tile)
+                    ds.mul_(slope)
                 dv[:, keys].baddbmm_(p.transpose(1, 2), dout_rows)
                 dq_rows.baddbmm_(ds, finite_k[:, keys])
                 dk[:, keys].baddbmm_(ds.transpose(1, 2), q)
@@ -504,8 +547,9 @@ def _combine(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return parts[0]
     lse = functools.reduce(torch.logaddexp, (part for _, part in parts))
     # -inf minus a finite number is -inf, so a part without keys has weight 0.
-    finite = lse.clamp(min=torch.finfo(lse.dtype).min)
-    return sum(out * _exp(part - finite) for out, part in parts), lse
+    limits = torch.finfo(lse.dtype)
+    finite = lse.clamp(limits.min, limits.max)
+    return sum(out * _exp(part.clamp(max=limits.max) - finite) for out, part in parts), lse
 
 
 BACKEND = ReferenceBackend()

@@ -106,7 +106,7 @@ class TritonBackend:
         if isinstance(problem, CacheProblem):
             reason = cached.decline_reason(problem)
         else:
-            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM) or score_reason(problem)
         if reason is None and device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return reason
@@ -161,6 +161,13 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
+
+
+def score_reason(problem: Problem) -> str | None:
+    """Why no kernel computes what happens to a problem's scores, or None."""
+    if problem.score_options:
+        return f"has no kernel for {problem.score_options[0]}"
+    return None
 
 
 def _forward_tile(tile: Tile, problem: Problem, device: DeviceInfo) -> Tile:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...call.descales import Descales
 from ...call.dtypes import EIGHT_BIT, FP8, INT8, NAMES, v_dtype
 from ...call.fields import LOG2E, ScoreScale
-from ...call.operands import Tensors, as_scaled
+from ...call.operands import NUM_TENSORS, Tensors, as_scaled
 from ...call.problem import Problem
 from ..conversions import with_dense_rows
 from ..results import result_shapes
@@ -65,14 +65,14 @@ def prepare_forward(
     run = prepare(problem, config, launch)
     if problem.dtype in EIGHT_BIT:
         return lambda tensors: run(*_of_8_bits(tensors))
-    return lambda tensors: run(*tensors, None, None, None)
+    return lambda tensors: run(*tensors[:NUM_TENSORS], None, None, None)
 
 
 def _of_8_bits(tensors: Tensors) -> tuple[Tensor | None, ...]:
     """The kernel's tensors: e4m3 as bytes, and the descales."""
     sides = [as_scaled(x) for x in tensors[:3]]
     data = (x.data.view(torch.uint8) if x.data.dtype == FP8 else x.data for x in sides)
-    return (*data, *tensors[3:], *(x.descale for x in sides))
+    return (*data, *tensors[3:NUM_TENSORS], *(x.descale for x in sides))
 
 
 def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
@@ -137,7 +137,7 @@ def prepare_backward(
         if backward is None:
             backward = prepared[strides] = _prepare_backward(problem, config, *strides)
         tensors = with_dense_rows(problem, tensors)
-        return backward(dout, dlse, out.contiguous(), lse.contiguous(), *tensors)
+        return backward(dout, dlse, out.contiguous(), lse.contiguous(), *tensors[:NUM_TENSORS])
 
     return run
 
