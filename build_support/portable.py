@@ -63,16 +63,20 @@ def write_stubs(portable: Portable) -> None:
 
 
 def write_empty_library(path: Path, versions: dict[str, list[str]], compiler: str) -> None:
-    """Build a library whose functions, by version, do nothing. Its name is that of the file."""
-    source, script = (path.with_name(f"{path.name}.{suffix}") for suffix in ("s", "map"))
+    """Build a library whose functions, by version, do nothing and return the error of CUDA that
+    says that there is no GPU. Its name is that of the file."""
+    source, script = (path.with_name(f"{path.name}.{suffix}") for suffix in ("c", "map"))
     names = [name for of_version in versions.values() for name in of_version]
-    source.write_text("".join(f".globl {x}\n.type {x}, %function\n{x}:\n" for x in names) + "ret\n")
+    aliases = (f'asm(".globl {x}\\n.type {x}, %function\\n.set {x}, no_device");\n' for x in names)
+    function = "__attribute__((used)) static int no_device(void) { return 100; }\n"
+    source.write_text(function + "".join(aliases))
     nodes = (
         f"{version} {{ {' '.join(f'{name};' for name in of_version)} }};\n"
         for version, of_version in versions.items()
         if version
     )
     script.write_text("".join(nodes))
-    command = [compiler, "-shared", "-nostdlib", f"-Wl,-soname,{path.name}", source, "-o", path]
+    command = [compiler, "-shared", "-nostdlib", "-fPIC", f"-Wl,-soname,{path.name}", "-o", path]
+    command += ["-x", "c", source]
     command += [f"-Wl,--version-script={script}"] if any(versions) else []
     subprocess.run(command, check=True)

@@ -1,6 +1,8 @@
 """``python -m build_support.torch_versions WHEEL [VERSION ...]`` loads a wheel under each torch.
 
 WHEEL may be a folder that holds the one for this machine. VERSION may be a wheel of torch.
+``python -m build_support.torch_versions --environment FOLDER VERSION`` makes an environment with
+that torch and its Triton over the current one: there FOLDER/bin/python -m pytest runs the tests.
 
 For every version, and by default for every one from 2.8 on that pip offers, it makes an environment
 with that torch and the wheel, without dependencies of either beyond torch's pure Python ones, and
@@ -8,8 +10,8 @@ prints a line: the seconds of the installation, what the import of flashattn3 ad
 whether the library loads, and whether torch has the operator of the autograd node as the node knows
 it. Exit status 1 if a library does not load under 2.9 or newer.
 
-The CUDA libraries that a torch built with CUDA requires are 2 to 4 GB, and nothing calls
-them without a GPU: empty libraries replace them.
+The CUDA libraries that a torch built with CUDA requires are 2 to 4 GB. Empty libraries replace
+them; what torch asks of them, without a GPU, is whether there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import venv
@@ -32,6 +35,7 @@ CUDA_NAME = "(__)?(cu|nv|nccl|Nv)"  # symbols of libraries without versions
 OF_C = "GLIBC|CXXABI|GCC|GOMP|OMP"  # versions of libraries that are there
 OF_THE_SYSTEM = ("ld-linux", "libc.", "libm.", "libdl.", "librt.", "libpthread.", "libutil.")
 OF_THE_SYSTEM += ("libstdc++.", "libgcc_s.", "libgomp.")
+ALONE = ("--quiet", "--no-deps", "--no-compile")
 OLDEST, OLDEST_OF_LIBRARY = (2, 8), (2, 9)
 # Run in the environment. The import is timed before the library is asked for.
 QUESTIONS = """
@@ -67,21 +71,41 @@ def offered() -> list[str]:
 def try_under(version: str, wheel: Path, torch_source: str) -> dict:
     """Report whether the wheel loads under a torch. torch_source: an argument of pip install."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = Path(folder, "bin", "python")
+        python = make_environment(Path(folder), torch_source)
         install = [python, "-m", "pip", "install", "--quiet"]
-        _checked([*install, "--no-deps", "--no-compile", torch_source])
         _checked([*install, *PURE_PYTHON])
         start = time.perf_counter()
         _checked([*install, "--no-deps", "--no-index", wheel.resolve()])
         seconds = time.perf_counter() - start
-        (libraries,) = Path(folder).glob("lib/python*/site-packages/torch/lib")
-        write_empty_cuda(libraries)
-        _checked(
-            [python, "-I", "-c", "import torch, flashattn3"], cwd=folder
-        )  # writes the .pyc files
+        writes_pyc_files = "import torch, flashattn3"
+        _checked([python, "-I", "-c", writes_pyc_files], cwd=folder)
         answer = json.loads(_checked([python, "-I", "-c", QUESTIONS], cwd=folder).splitlines()[-1])
     return answer | {"install": seconds}
+
+
+def make_environment(folder: Path, torch_source: str) -> Path:
+    """Make an environment with torch alone, and return its Python."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    _checked([python, "-m", "pip", "install", *ALONE, torch_source])
+    write_empty_cuda(_packages(folder) / "torch" / "lib")
+    return python
+
+
+def make_environment_for_tests(folder: Path, version: str) -> None:
+    """The same with the Triton that this torch requires, over the current environment."""
+    python = make_environment(folder, f"torch=={version}")
+    packages = _packages(folder)
+    (metadata,) = packages.glob("torch-*.dist-info/METADATA")
+    triton = re.search(r"(?m)^Requires-Dist: (triton[^;\n]*)", metadata.read_text())
+    if triton:
+        _checked([python, "-m", "pip", "install", *ALONE, triton[1].strip()])
+    (packages / "current.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+
+def _packages(folder: Path) -> Path:
+    (packages,) = folder.glob("lib/python*/site-packages")
+    return packages
 
 
 def write_empty_cuda(folder: Path) -> None:
@@ -132,6 +156,10 @@ def main(wheel: Path, versions: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m build_support.torch_versions WHEEL [VERSION | TORCH_WHEEL ...]")
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    match sys.argv[1:]:
+        case ["--environment", folder, version]:
+            make_environment_for_tests(Path(folder), version)
+        case [first, *others] if not first.startswith("-"):
+            sys.exit(main(Path(first), others))
+        case _:
+            sys.exit("usage: python -m build_support.torch_versions WHEEL [VERSION ...]")

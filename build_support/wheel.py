@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 from . import cuda12
@@ -24,6 +25,7 @@ from .toolchain import BuildError, find_toolchain
 from .units import ROOT
 
 PURE = "pure"
+TOOLS = Path(__file__).with_name("wheel.txt")
 MAX_BYTES = 12 << 20
 NOT_SOURCE = (".git", "build", "dist", "out", "_lib", "*.so", "*.egg-info", ".venv*")
 NOT_SOURCE += ("__pycache__", ".*cache*")
@@ -71,6 +73,20 @@ def write_wheel(kind: str, out: Path) -> Path:
     return path
 
 
+def other_tools() -> list[str]:
+    """The lines of wheel.txt that this environment does not have: other tools write other bytes,
+    and some fail after the kernels are compiled."""
+    pinned = [line for line in TOOLS.read_text().splitlines() if not line.startswith("#")]
+    return [line for line in pinned if _installed(line.partition("==")[0]) != line]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return f"{name}=={metadata.version(name).partition('+')[0]}"
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def source_date() -> str:
     """The date of the commit in seconds, which dates the wheel's files."""
     asked = os.environ.get("SOURCE_DATE_EPOCH")
@@ -92,6 +108,8 @@ if __name__ == "__main__":
     kinds = sys.argv[1:] or [*cuda12.MACHINES, PURE]
     if not set(kinds) <= {*cuda12.MACHINES, PURE}:
         sys.exit("usage: python -m build_support.wheel [x86_64 | aarch64 | pure ...]")
+    if other_tools():
+        sys.exit(f"not installed: {other_tools()}; pip install --no-deps -r {TOOLS}")
     try:
         for kind in kinds:
             print(write_wheel(kind, ROOT / "dist"))
