@@ -19,6 +19,8 @@ from .call.operands import Tensors, check_tensor_types, normalised, with_keys_in
 from .call.public import public
 from .errors import expect, shown, type_error, value_error
 from .explanation import Explanation, explained
+from .masks.arguments_of_calls import call_tensors
+from .masks.mask import Mask
 from .run.doors import attend
 from .run.passes import backward_pass, forward_pass
 from .run.quantized import Scheme, attend_quantized
@@ -35,8 +37,10 @@ def _dense(
     sinks=None,
     alibi_slopes=None,
     bias=None,
+    mask=None,
 ):
-    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias)
+    lists = () if mask is None else call_tensors(options.function, mask, q, k)
+    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
     return attend(tensors, options)
 
@@ -76,14 +80,16 @@ def _qkv(
     sinks,
     alibi_slopes,
     bias,
+    mask,
 ):
     parts = _unpacked(options.function, qkv, num_heads_q)
-    return _dense(options, *parts, q_descale, k_descale, v_descale, sinks, alibi_slopes, bias)
+    scores = sinks, alibi_slopes, bias, mask
+    return _dense(options, *parts, q_descale, k_descale, v_descale, *scores)
 
 
-def _kv(options: Options, q, kv, sinks, alibi_slopes, bias):
+def _kv(options: Options, q, kv, sinks, alibi_slopes, bias, mask):
     axes = "(batch, seqlen_k, 2, num_heads_kv, head_dim)"
-    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
+    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias, "mask": mask}
     return _dense(options, q, *_parts(options.function, "kv", kv, axes), **scores)
 
 
@@ -107,10 +113,11 @@ def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k, sinks, alibi
 
 
 def _quantized(
-    options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, sinks, alibi_slopes, bias
+    options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, sinks, alibi_slopes, bias, mask
 ):
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
-    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias)
+    lists = () if mask is None else call_tensors(options.function, mask, q, k)
+    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
     return attend_quantized(options, tensors, scheme, varlen=False)
 
 
@@ -152,8 +159,10 @@ def _forward(
     sinks,
     alibi_slopes,
     bias,
+    mask,
 ):
-    scores = sinks, alibi_slopes, bias
+    lists = () if mask is None else call_tensors(options.function, mask, q, k)
+    scores = sinks, alibi_slopes, bias, *lists
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     return forward_pass(tensors, options, (q_descale, k_descale, v_descale))
 
@@ -177,8 +186,10 @@ def _backward(
     sinks,
     alibi_slopes,
     bias,
+    mask,
 ):
-    scores = sinks, alibi_slopes, bias
+    lists = () if mask is None else call_tensors(options.function, mask, q, k)
+    scores = sinks, alibi_slopes, bias, *lists
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     return backward_pass(tensors, options, dout, out, lse, dlse, (dq, dk, dv))
 
@@ -201,11 +212,13 @@ def _explained(
     sinks,
     alibi_slopes,
     bias,
+    mask,
 ):
     function, varlen = options.function, cu_seqlens_q is not None
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     options = options._replace(**{name: length(function, name, x) for name, x in lengths.items()})
-    scores = sinks, alibi_slopes, bias
+    lists = () if mask is None else call_tensors(options.function, mask, q, k)
+    scores = sinks, alibi_slopes, bias, *lists
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     if varlen:
         tensors, options = with_keys_in_rows(tensors, options)
@@ -284,6 +297,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, softmax(softmax_scale * q @ k.T) @ v, without ever storing the scores.
 
@@ -340,6 +354,9 @@ def flash_attn_func(
             16 bits or float32; dense calls only: added to the scores, after slopes and before the
             mask. If its last stride is not 1 it is copied.
         return_max_logit: also return, last, the largest score that any query sees.
+        mask: a ``flashattn3.masks.Mask`` of these lengths, for all batches or heads or for each
+            query head: all that a query sees, so causal, window_size and bias are not beside it. It
+            is built once for all layers, and dense calls take it.
         qv, attention_chunk: not supported yet, an error if given.
         FlashAttention-2's keywords dropout_p and block_table are taken with the values 0 and None.
 
@@ -457,6 +474,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_func`` for queries, keys and values in one tensor, viewed and never copied.
 
@@ -488,6 +506,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_func`` for keys and values in one tensor, viewed and never copied.
 
@@ -589,6 +608,7 @@ def flash_attn_fp8_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Attention in 8 bits on 16-bit tensors: quantizes q, k, v in blocks and attends, in one call.
 
@@ -694,6 +714,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Explanation:
     """Say how a call with these arguments would run. Nothing is launched.
 
@@ -735,6 +756,7 @@ def flash_attn_forward(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]:
     """The forward pass alone, without autograd: for parts of attention that the caller joins.
 
@@ -788,6 +810,7 @@ def flash_attn_backward(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]:
     """The backward pass alone, without autograd, from out and lse that are given.
 

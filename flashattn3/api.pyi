@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .call.block_scaled import BlockScaled
 from .explanation import Explanation
+from .masks.mask import Mask
 
 @overload
 def flash_attn_func(
@@ -35,6 +36,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
@@ -64,6 +66,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -93,6 +96,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -122,6 +126,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[True],
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]: ...
 @overload
 def flash_attn_func(
@@ -151,6 +156,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_func(
@@ -351,6 +357,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -376,6 +383,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -401,6 +409,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -426,6 +435,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[True],
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -451,6 +461,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -472,6 +483,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -493,6 +505,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -514,6 +527,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -535,6 +549,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[True],
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]: ...
 @overload
 def flash_attn_kvpacked_func(
@@ -556,6 +571,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(
@@ -815,6 +831,7 @@ def flash_attn_fp8_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_fp8_func(
@@ -839,6 +856,7 @@ def flash_attn_fp8_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_fp8_func(
@@ -863,6 +881,7 @@ def flash_attn_fp8_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[True],
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]: ...
 @overload
 def flash_attn_fp8_func(
@@ -887,6 +906,7 @@ def flash_attn_fp8_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_fp8_func(
@@ -1042,6 +1062,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Explanation: ...
 def flash_attn_forward(
     q: Tensor | BlockScaled,
@@ -1071,6 +1092,7 @@ def flash_attn_forward(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]: ...
 def flash_attn_backward(
     dout: Tensor,
@@ -1100,4 +1122,5 @@ def flash_attn_backward(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> tuple[Tensor, ...]: ...

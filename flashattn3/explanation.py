@@ -14,6 +14,7 @@ from .backends.registry import BACKENDS
 from .call.fields import Options
 from .call.operands import Tensors, check_tensor_types, data_of, tensors_by_name
 from .errors import expect, shown, type_error, value_error
+from .masks.block_lists import BlockLists, Grid, summary
 from .run import operators
 from .run.planner import Plan, decline_reason
 
@@ -57,7 +58,11 @@ def explained(options: Options, tensors: Tensors, varlen: bool, device: object) 
     place = place_of(function, data_of(tensors.q), device)
     _check_devices(function, tensors, place)
     plan = operators.plan_on(place, tensors, options)
-    return explanation_of(plan, BACKENDS, plan.launch.describe())
+    described = plan.launch.describe()
+    if plan.problem.mask is not None:
+        grid = Grid(*plan.problem.mask, plan.problem.seqlen_q, plan.problem.seqlen_k)
+        described = described | {"mask": summary(BlockLists(*tensors.mask[:3]), grid)}
+    return explanation_of(plan, BACKENDS, described)
 
 
 def explanation_of(

@@ -40,7 +40,7 @@ def test_signatures_are_those_of_the_contract():
     lengths = (
         "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None"
     )
-    assert signature(flash_attn_func) == f"q, k, v, {shared}"
+    assert signature(flash_attn_func) == f"q, k, v, {shared}, mask=None"
     assert signature(flash_attn_varlen_func) == f"q, k, v, {lengths}, {shared}"
 
 

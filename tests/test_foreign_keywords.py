@@ -65,8 +65,8 @@ REFUSED = {
     "attn_mask": (
         {"attn_mask": None},
         TypeError,
-        "attn_mask must be given as bias, causal, window_size or sequences of "
-        f"flash_attn_varlen_func, got {TORCH}",
+        "attn_mask must be given as mask (flashattn3.masks), bias, causal or window_size, "
+        f"got {TORCH}",
     ),
     "enable_gqa": (
         {"enable_gqa": True},

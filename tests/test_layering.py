@@ -17,18 +17,20 @@ PACKAGE = ROOT / "flashattn3"
 BASE = {"errors", "modes"}
 CALL = BASE | {"call.*"}
 BACKENDS = {"backends", "backends.*"}
+LISTS = {"masks.block_lists", "masks.bits"}
 MAY_IMPORT = {
     "errors": set(),
     "modes": {"errors"},
     "call": CALL,
     "backends.triton.kernels": {"backends.triton.kernels.*"},
-    "backends": CALL | BACKENDS,
+    "backends": CALL | BACKENDS | LISTS,
     "masks": BASE | {"call.arguments", "call.value_checks", "masks.*"},
     "quantization": CALL | BACKENDS | {"quantization.*"},
     "run": CALL | {"backends.registry", "backends.base", "backends.device", "quantization", "run.*"}
     | {"quantization.dispatch"},
-    "explanation": CALL | {"backends.registry", "backends.base", "backends.device", "run.*"},
-    "api": CALL | {"run.*", "explanation", "quantization"},
+    "explanation": CALL | LISTS
+    | {"backends.registry", "backends.base", "backends.device", "run.*"},
+    "api": CALL | {"run.*", "explanation", "quantization", "masks.*"},
     "kvcache_api": CALL | {"run.*"},
     "cached_explanation": CALL | {"backends.registry", "backends.device", "run.*"}
     | {"explanation", "kvcache_api"},
@@ -44,14 +46,14 @@ TORCH_FREE = (
 )
 WAITING_CALLS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # Run on a CPU or under FLASHATTN3_CHECK=1; read a number that the caller passed as a tensor; once;
-# read a tensor that is on the CPU; draw a mask.
+# read a tensor that is on the CPU; draw or explain a mask.
 MAY_WAIT = {
     *("check_values", "check_edges", "check_same_values"),
     *("check_decode_values", "check_append_values", "check_lengths"),
     *("_check_pages", "_check_metadata_values"),
     *("_scalar", "_listed"),
     *("_kept_signs", "kernel_info"),
-    *("text", "figure"),
+    *("text", "figure", "summary", "_seen_on_host"),
 }
 
 

@@ -194,6 +194,7 @@ LEGAL: dict[str, Callable[[object], object]] = {
     "layout": one_of(None, "rows", "permuted"),
     "max_seqlen": optional(length),
     "device": one_of(None, "cpu", torch.device("cpu")),
+    "mask": one_of(None),
     "name": one_of("reference", "triton", "hopper"),
 }
 TENSORS = {"q", "k", "v", "kv", "qkv", "x"}

@@ -198,7 +198,7 @@ def test_packed_refuses_the_same_arguments(name):
         packed(2, 8, 3, 4, 16, **{name: REFUSED[name]})()
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "q_bias", "mask"])
+@pytest.mark.parametrize("name", ["dropout_p", "q_bias", "masks"])
 def test_unknown_arguments_are_named(name):
     with pytest.raises(TypeError, match=name):
         dense(**{name: None})()

@@ -31,6 +31,7 @@ TENSORS = {
     *("q", "k", "v", "qkv", "kv", "num_heads_q", "cu_seqlens", "max_seqlen", "device"),
     *("dout", "out", "lse", "dlse", "dq", "dk", "dv"),
     *operands.Tensors._fields,
+    "mask",
     *(f"{side}_descale" for side in operands.SIDES),
 }
 by_name = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

@@ -6,7 +6,7 @@ every call. Those of torch's scaled_dot_product_attention get a sentence with ou
 
 from __future__ import annotations
 
-from ..errors import type_error, value_error
+from ..errors import expect, shown, type_error, value_error
 from .fields import CALL, Field, as_given, expect_default
 
 _OTHER_NAMES = {"block_table": "page_table", "s_aux": "sinks"}
@@ -16,10 +16,11 @@ _OF_FLASH_ATTENTION_2 = {
         "block_table", "", None, as_given, instead="flash_attn_with_kvcache reads keys in pages"
     ),
 }
+_PACKED = "masks.documents(lengths) packs documents into one dense row"
 _OF_TORCH = {
     "scale": "given as softmax_scale",
     "is_causal": "given as causal, which is aligned to the bottom right",
-    "attn_mask": "given as bias, causal, window_size or sequences of flash_attn_varlen_func",
+    "attn_mask": "given as mask (flashattn3.masks), bias, causal or window_size",
     "enable_gqa": "left out: k and v may have fewer heads than q in every call",
 }
 
@@ -41,6 +42,9 @@ def translated(
                 wanted = f"None with {own}: both name one argument"
                 raise value_error(function, name, wanted, "a second value")
             given[own] = given[own] if value is None else value
+        elif name == "mask":
+            wanted = "None: flash_attn_func and the other dense forms take a mask"
+            expect(value is None, function, name, f"{wanted}; {_PACKED}", shown(value))
         elif name in _OF_FLASH_ATTENTION_2:
             expect_default(function, _OF_FLASH_ATTENTION_2[name], value)
         elif name in _OF_TORCH:

@@ -62,7 +62,8 @@ class Tensors(NamedTuple):
     Varlen: q (total_q, num_heads_q, head_dim), k and v (total_k, num_heads_kv, ·) with cu_seqlens,
     int32 (batch + 1,); seqused, int32 (batch,), shortens each sequence and may be None.
     sinks (num_heads_q,); alibi_slopes, float32 (num_heads_q,) or (batch, num_heads_q); bias (batch
-    or 1, num_heads_q or 1, seqlen_q, seqlen_k) of dense calls.
+    or 1, num_heads_q or 1, seqlen_q, seqlen_k) of dense calls; mask_*: the tensors of a
+    ``masks.Mask``, all or none.
     """
 
     q: Tensor | Scaled
@@ -75,11 +76,25 @@ class Tensors(NamedTuple):
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
+    mask_entries_q: Tensor | None = None
+    mask_work_q: Tensor | None = None
+    mask_tiles_q: Tensor | None = None
+    mask_entries_k: Tensor | None = None
+    mask_work_k: Tensor | None = None
+    mask_tiles_k: Tensor | None = None
 
     @property
     def change_scores(self) -> bool:
         """Whether one of the tensors that change scores is given."""
-        return not (self.sinks is self.alibi_slopes is self.bias is None)
+        return not (self.sinks is self.alibi_slopes is self.bias is self.mask_entries_q is None)
+
+    @property
+    def mask(self) -> tuple[Tensor | None, ...]:
+        """The tensors of the mask; torch 2.8 traces no slice of a NamedTuple."""
+        return (
+            self.mask_entries_q, self.mask_work_q, self.mask_tiles_q,
+            self.mask_entries_k, self.mask_work_k, self.mask_tiles_k,
+        )  # fmt: skip
 
     @property
     def lengths_q(self) -> SequenceLengths:
@@ -112,7 +127,7 @@ def flat(tensors: Tensors, scores: bool | None = None) -> tuple:
     q, k, v = tensors.q, tensors.k, tensors.v
     rest = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k
     if tensors.change_scores if scores is None else scores:
-        rest = (*rest, tensors.sinks, tensors.alibi_slopes, tensors.bias)
+        rest = (*rest, tensors.sinks, tensors.alibi_slopes, tensors.bias, *tensors.mask)
     if not (type(q) is Scaled or type(k) is Scaled or type(v) is Scaled):
         return (q, k, v, *rest)
     q, k, v = as_scaled(q), as_scaled(k), as_scaled(v)
@@ -133,7 +148,7 @@ def with_values(tensors: Tensors, q, k, v, sinks, bias) -> Tensors:
     """The call with other tensors of values; torch 2.8 traces no _replace of a NamedTuple."""
     return Tensors(
         q, k, v, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k,
-        sinks, tensors.alibi_slopes, bias,
+        sinks, tensors.alibi_slopes, bias, *tensors.mask,
     )  # fmt: skip
 
 

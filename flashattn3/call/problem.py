@@ -20,6 +20,7 @@ from . import permuted_v
 from .descales import Descales, block_of, check_scaled, descales_of
 from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
 from .fields import CALL, Description, Options, ScoreScale, expect_shared_shift, score_scale_of
+from .mask_tensors import BlockMask, check_alone, check_mask, mask_of
 from .metadata import Metadata
 from .operands import SIDES, Scaled, Tensors, as_scaled, data_of
 from .scores import Bias, bias_of, check_scores
@@ -95,6 +96,7 @@ class Problem(_Asked, AttentionProblem):
     slopes: "heads" where every head has a slope, "batch" where each sequence has its own; None
         without ALiBi.
     bias: None without one.
+    mask: None without a ``masks.Mask``.
     """
 
     batch: int
@@ -111,10 +113,11 @@ class Problem(_Asked, AttentionProblem):
     sinks_dtype: torch.dtype | None = None
     slopes: str | None = None
     bias: Bias | None = None
+    mask: BlockMask | None = None
 
     @property
     def masked(self) -> bool:
-        return self.window_left >= 0 or self.window_right >= 0
+        return self.window_left >= 0 or self.window_right >= 0 or self.mask is not None
 
     @property
     def score_options(self) -> tuple[str, ...]:
@@ -124,6 +127,7 @@ class Problem(_Asked, AttentionProblem):
             "sinks": self.sinks_dtype,
             "alibi_slopes": self.slopes,
             "bias": self.bias,
+            "mask": self.mask,
             "return_max_logit": self.return_max_logit or None,
         }
         return tuple(name for name, value in given.items() if value is not None)
@@ -162,6 +166,9 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
     if tensors.change_scores:
         scores = tensors.sinks, tensors.alibi_slopes, tensors.bias
         check_scores(function, q, k.shape[-3], batch, *scores, varlen)
+        if tensors.mask_entries_q is not None:
+            check_alone(function, options, tensors.bias, varlen)
+            check_mask(function, q, k.shape[-3], batch, tensors.mask)
     CALL.check(options)
 
 
@@ -277,6 +284,7 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
         sinks_dtype=None if tensors.sinks is None else tensors.sinks.dtype,
         slopes=None if slopes is None else ("heads", "batch")[len(slopes.shape) - 1],
         bias=bias_of(tensors.bias),
+        mask=mask_of(tensors.mask_entries_q),
         **operands,
     )
 

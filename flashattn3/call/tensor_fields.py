@@ -30,6 +30,7 @@ LENGTHS = Kind("Tensor?", ("given",))
 SINKS = Kind("Tensor?", ("given", "dtype", "readable"))
 SLOPES = Kind("Tensor?", ("given", "rank", "readable"))
 BIAS = Kind("Tensor?", ("given", "dtype", "sizes", "readable"))
+MASK = Kind("Tensor?", ("given", "sizes"))
 
 
 class TensorField(NamedTuple):
@@ -57,11 +58,17 @@ TENSORS = (
     TensorField("seqused_q", LENGTHS, found=False),
     TensorField("seqused_k", LENGTHS, found=False),
 )
-# The tensors that change scores. Operators have an overload for calls with one of them.
+# The tensors that change scores, the last six those of a ``masks.Mask``. Operators have an overload
+# for calls with one of them.
 SCORE_TENSORS = (
     TensorField("sinks", SINKS, found=False),
     TensorField("alibi_slopes", SLOPES, found=False),
     TensorField("bias", BIAS, found=False),
+    *(
+        TensorField(f"mask_{name}_{side}", MASK, found=False)
+        for side in ("q", "k")
+        for name in ("entries", "work", "tiles")
+    ),
 )
 # The tensors of a cached call and of an append; CACHED_PLAN says what of them a plan depends on. A
 # letter says that an append writes the tensor.

@@ -230,3 +230,14 @@ def num_visible(lists: BlockLists, grid: Grid) -> Tensor:
     rows = grid.rows_in_blocks(lists.work.device).squeeze(-1)
     of_full = rows[lists.work[..., 0].long()] * lists.work[..., 1] * BLOCK_COLUMNS
     return of_full.sum() + num_ones(lists.tiles).sum()
+
+
+def summary(lists: BlockLists, grid: Grid) -> str:
+    """The numbers of blocks and the share of visible scores. It waits for the device."""
+    sizes = f"of {grid.num_blocks} blocks"
+    if lists.work.is_meta:
+        return f"lists {sizes}"
+    full, listed = lists.work[..., 1:3].sum((0, 1, 2)).tolist()
+    share = int(num_visible(lists, grid)) / max(1, grid.batch * grid.heads * grid.rows)
+    share = share / max(1, grid.columns)
+    return f"{full} full and {listed - full} partial {sizes}, {share:.3f} visible"

@@ -17,6 +17,7 @@ from torch.autograd import profiler
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
+    NUM_TENSORS,
     Scaled,
     Tensors,
     check_tensor_types,
@@ -38,6 +39,7 @@ from ..modes import (
     refuse_gradients,
 )
 from .derivative import (
+    BIAS,
     SINKS,
     AttentionOfOperator,
     by_tensor,
@@ -70,7 +72,8 @@ def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | t
     if has_autocast():
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
-    scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is None)
+    mask = tensors.mask_entries_q
+    scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is mask is None)
     if scores:
         refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
     if is_plain() and have_data(q, k, v) and not (scores and _is_one_watched(tensors)):
@@ -87,7 +90,7 @@ def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | t
 
 def _is_one_watched(tensors: Tensors) -> bool:
     """Whether one of what changes scores is not a plain tensor with data."""
-    given = [x for x in (tensors.sinks, tensors.alibi_slopes, tensors.bias) if x is not None]
+    given = [x for x in tensors[NUM_TENSORS:] if x is not None]
     return not all(type(x) is Tensor and not x.is_meta for x in given)
 
 
@@ -105,7 +108,7 @@ def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tu
     """
     q, k, v, sinks, bias = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.bias
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    scores = not (sinks is tensors.alibi_slopes is bias is None)
+    scores = not (sinks is tensors.alibi_slopes is bias is tensors.mask_entries_q is None)
     if scores and not needs_gradient:
         needs_gradient = any(x is not None and x.requires_grad for x in (sinks, bias))
     differentiably = needs_gradient and torch.is_grad_enabled()
@@ -222,7 +225,8 @@ class _Attention(torch.autograd.Function):
             passed = flat(in_rows, bool(with_dbias)), options, *with_dbias
             gradients = gradient_of(or_zeros(dout, out), dlse, out, lse, *passed)
         dq, dk, dv = (x.transpose(1, 2) for x in gradients[:3]) if bhsd else gradients[:3]
-        dsinks, dbias = by_tensor(gradients, *tensors)[SINKS::2] if with_dbias else (None, None)
+        of = by_tensor(gradients, *tensors) if with_dbias else ()
+        dsinks, dbias = (of[SINKS], of[BIAS]) if of else (None, None)
         return (dq, dk, dv, dsinks, dbias, *(None,) * 5)
 
 

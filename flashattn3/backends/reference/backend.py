@@ -16,7 +16,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +30,7 @@ from ...call.operands import Scaled, Tensors, data_of
 from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
 from .cached import ReferenceCachedCall
+from .mask_tiles import MaskTiles, with_query_heads
 from .padded_layout import PaddedLayout, padded
 from .score_shifts import ScoreShifts
 
@@ -131,8 +132,14 @@ class ReferenceLaunch:
     def backward(self) -> Callable[..., tuple[Tensor | None, ...]]:
         return _without_autocast(self.problem, self._backward)
 
+    def _by_query_head(self) -> ReferenceLaunch:
+        """The launch of the same call in which every query head has its own k and v."""
+        return replace(self, problem=replace(self.problem, num_heads_kv=self.problem.num_heads_q))
+
     def _forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
         q, problem = data_of(tensors.q), self.problem
+        if problem.mask is not None and problem.qhead_per_kvhead > 1:
+            return self._by_query_head()._forward(with_query_heads(problem, tensors, None))
         dtype = _compute_dtype(problem)
         out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=problem.out_dtype)
         lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -math.inf, dtype=dtype)
@@ -150,7 +157,12 @@ class ReferenceLaunch:
         tensors: Tensors,
         *with_dbias: bool,
     ) -> tuple[Tensor | None, ...]:
-        tensors = with_dense_rows(self.problem, tensors)
+        tensors, problem = with_dense_rows(self.problem, tensors), self.problem
+        if problem.mask is not None and problem.qhead_per_kvhead > 1:
+            given = with_query_heads(problem, tensors, _compute_dtype(problem)), *with_dbias
+            dq, dk, dv, *others = self._by_query_head()._backward(dout, dlse, out, lse, *given)
+            sums = (x.unflatten(-2, (problem.num_heads_kv, -1)).sum(-2) for x in (dk, dv))
+            return (dq, *(x.to(dq.dtype) for x in sums), *others)
         gradients = tuple(
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]
         )
@@ -329,6 +341,9 @@ class _Call:
         self.k = self.dequantized(keys, tensors.k, problem.k.descales)
         self.v = self.dequantized(keys, tensors.v, problem.v.descales)
         self.shifts = ScoreShifts(tensors, bucket.queries, self.dtype)
+        self.mask = None
+        if problem.mask is not None:
+            self.mask = MaskTiles(problem, tensors, reads=not _is_capturing(problem.device))
 
     def dequantized(
         self, side: PaddedLayout, x: Tensor | Scaled, descales: Descales | None
@@ -365,8 +380,22 @@ class _Call:
         scores = torch.bmm(q, self.k[:, keys.start : keys.stop].transpose(1, 2))
         return scores.tanh_().mul_(self.unit) if self.problem.score_scale.is_capped else scores
 
+    def tiles(self, queries: range, keys: range) -> list[range]:
+        """The blocks of some keys that the queries may see."""
+        tiles = _blocks(keys, self.block_n)
+        if self.mask is None:
+            return tiles
+        return [tile for tile in tiles if self.mask.sees_any(queries, tile)]
+
+    def values(self, queries: range, keys: range) -> Tensor:
+        """v of a tile, without NaN that no query sees."""
+        v = self.v[:, keys.start : keys.stop]
+        return v if self.mask is None else self.mask.without_hidden(v, queries, keys)
+
     def sees_all(self, queries: range, keys: range) -> bool:
         """Whether this is a full block: each query sees each key."""
+        if self.mask is not None:
+            return False
         left, right = self.problem.window_left, self.problem.window_right
         offset = queries[0] + self.diagonal - keys[0]
         cut_left = 0 <= left < offset + len(queries) - 1
@@ -378,6 +407,8 @@ class _Call:
 
         x: (batch * num_heads_kv, qhead_per_kvhead * len(queries), len(keys)), or one head for all.
         """
+        if self.mask is not None:
+            return self.mask.fill_hidden(x, queries, keys, 0.0)
         left, right = self.problem.window_left, self.problem.window_right
         # Query i of the tile is aligned with key i + offset of the tile.
         offset = queries[0] + self.diagonal - keys[0]
@@ -395,6 +426,8 @@ class _Call:
 
     def hide(self, scores: Tensor, queries: range, keys: range) -> None:
         """Set the scores of masked keys to -inf in place."""
+        if self.mask is not None:
+            return self.mask.fill_hidden(scores, queries, keys, -math.inf)
         first = self.bucket.keys.first
         batch = 1 if first is None else len(first)
         seen = scores.new_ones((batch, 1, len(queries), len(keys)))
@@ -466,12 +499,12 @@ class _Call:
         # The running maximum is at least a finite number, so that -inf - maximum is never NaN.
         lowest = torch.finfo(q.dtype).min
         acc_o = None
-        for tile in _blocks(keys, self.block_n):
+        for tile in self.tiles(queries, keys):
             scores = self.scores(q, tile)
             self.shifts.add(scores, queries, tile, self.diagonal)
             if not self.sees_all(queries, tile):
                 self.hide(scores, queries, tile)
-            v = self.v[:, tile.start : tile.stop]
+            v = self.values(queries, tile)
             highest = scores.amax(-1, keepdim=True)
             if self.problem.return_max_logit:
                 self.shifts.raise_max_logit(self.max_logit, highest, queries)
@@ -507,7 +540,7 @@ class _Call:
             rows = [self.rows(x, queries) for x in (self.q, dout, lse, delta)]
             q, dout_rows, lse_rows, delta_rows = rows
             dq_rows = torch.zeros_like(q)
-            for tile in _blocks(self.keys_of(queries), self.block_n):
+            for tile in self.tiles(queries, self.keys_of(queries)):
                 keys = slice(tile.start, tile.stop)
                 masked = not self.sees_all(queries, tile)
                 p = self.scores(q, tile)

@@ -1,0 +1,26 @@
+"""The mask argument of the attention functions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..errors import expect, shown, type_error
+from .mask import Mask
+
+_NOTHING = (None,) * 6
+
+
+def call_tensors(function: str, mask: object, q: object, k: object) -> tuple[Tensor | None, ...]:
+    """The tensors of a mask in the order of ``Tensors``, after its lengths are compared with those
+    of q and k, (batch, seqlen, heads, head_dim), which its tensors do not have."""
+    if mask is None:
+        return _NOTHING
+    if not isinstance(mask, Mask):
+        wanted = "a flashattn3.masks.Mask (masks.from_bool makes one of a bool tensor)"
+        raise type_error(function, "mask", wanted, shown(mask))
+    for name, x, length in (("q", q, mask.seqlen_q), ("k", k, mask.seqlen_k)):
+        shape = getattr(x, "shape", ())
+        if len(shape) == 4:  # other errors are raised where q and k are checked
+            wanted = f"{shape[1]} as {name}'s"
+            expect(length == shape[1], function, f"mask.seqlen_{name}", wanted, length)
+    return mask.tensors

@@ -1,0 +1,268 @@
+"""Attention with a mask object against plain attention with its bool tensor."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from helpers import GPU
+from test_masks import random_case
+from torch.nn.functional import pad
+
+import flashattn3
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, masks
+from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
+
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def plain(q, k, v, seen, sinks=None, slopes=None, softcap=0.0):
+    """out, lse and the largest score of each head, in q's dtype, written out."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+        distance = (i + k.shape[1] - q.shape[1] - j).abs().to(q)
+        scores = scores - slopes.to(q)[:, None, None] * distance
+    seen = seen.to(q.device)
+    scores = scores.masked_fill(~seen, -math.inf)
+    highest = pad(scores, (0, 1), value=-math.inf).amax((0, 2, 3))
+    if sinks is not None:
+        column = sinks.to(q).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    lse = wide.logsumexp(-1)
+    p = (wide - lse.clamp(min=-1e30).unsqueeze(-1)).exp()[..., : k.shape[1]].to(q.dtype)
+    p = torch.where(seen, p, 0)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse, highest
+
+
+def inputs(shape, keys, heads_kv, dim, dim_v=None, dtype=torch.float32, seed=0):
+    """q, k and v of (batch, queries, heads)."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, queries, heads = shape
+    sizes = (queries, heads, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v or dim)
+    made = (torch.randn(batch, *size, generator=generator) for size in sizes)
+    return [x.to(DEVICE, dtype).requires_grad_() for x in made]
+
+
+def holds(mask, seen, q, k, v, backend, name="", **options):
+    """Forward and gradients, also through lse, against float64."""
+    leaves = [q, k, v, *(x for x in [options.get("sinks")] if x is not None)]
+    call = partial(flash_attn_func, mask=mask.to(DEVICE), backend=backend, return_lse=True)
+    out, lse, highest = call(
+        q, k, v, return_max_logit=True, **{_OUR_NAMES.get(n, n): x for n, x in options.items()}
+    )
+
+    def in_dtype(dtype):
+        of = [x.detach().to(dtype).requires_grad_() for x in leaves]
+        given = {**options, **dict(zip(["sinks"], of[3:], strict=False))}
+        out, lse, highest = plain(*of[:3], seen, **given)
+        finite = lse.isfinite()
+        dout = torch.sin(torch.arange(out.numel(), device=DEVICE)).view(out.shape).to(out)
+        weight = torch.cos(torch.arange(lse.numel(), device=DEVICE)).view(lse.shape).to(lse)
+        loss = (out * dout).sum() + (lse * weight)[finite].sum()
+        return out, lse, highest, torch.autograd.grad(loss, of), dout, (weight * finite)
+
+    reference, baseline = in_dtype(torch.float64), in_dtype(q.dtype)
+    check("out", out, reference[0], baseline[0], FORWARD_FACTOR, name, backend)
+    torch.testing.assert_close(lse.double(), reference[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(highest.double(), reference[2], atol=1e-2, rtol=1e-2)
+    dout, dlse = (x.to(of.dtype) for x, of in zip(reference[4:], (out, lse), strict=True))
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    names = ("dq", "dk", "dv", "dsinks")
+    for name_, got, *of in zip(names, found, reference[3], baseline[3], strict=False):
+        check(name_, got, *of, GRADIENT_FACTOR, name, backend)
+
+
+_OUR_NAMES = {"slopes": "alibi_slopes"}
+
+
+def bits(batch, heads, queries, keys, density=0.3):
+    seen = torch.rand(batch, heads, queries, keys, generator=torch.manual_seed(3)) < density
+    seen[:, :, 1 :: 2 + queries // 3] = False  # rows without keys
+    return masks.from_bool(seen), seen
+
+
+def built(mask):
+    return mask, mask.to_bool()
+
+
+# name: the mask and its bools, (batch, queries, heads), keys, heads_kv, dims, options
+CASES = {
+    "bits": (lambda: bits(2, 4, 150, 200), (2, 150, 4), 200, 2, (16,), {}),
+    "bits-shared": (lambda: bits(1, 1, 130, 70), (2, 130, 2), 70, 2, (16, 24), {"softcap": 2.0}),
+    "documents": (
+        lambda: built(masks.documents([100, 28, 60, 130], causal=True)),
+        *((1, 318, 4), 318, 1, (32,), {}),
+    ),
+    "prefixes": (lambda: built(masks.prefix_lm([0, 65], 129)), (2, 129, 2), 129, 2, (16,), {}),
+    "blocks": (
+        lambda: built(masks.blocks(torch.rand(1, 4, 2, 5).argsort(-1) < 2, seqlen_q=200)),
+        *((2, 200, 4), 320, 2, (16,), {}),
+    ),
+    "sinks-slopes": (
+        lambda: bits(1, 2, 140, 140),
+        *((2, 140, 2), 140, 1, (16,), {"sinks": True, "slopes": True}),
+    ),
+    "nothing": (lambda: bits(1, 1, 70, 70, 0.0), (1, 70, 2), 70, 2, (16,), {"sinks": True}),
+    "nothing-at-all": (lambda: bits(1, 1, 70, 70, 0.0), (1, 70, 2), 70, 2, (16,), {}),
+    "no-keys": (lambda: bits(1, 1, 7, 0), (1, 7, 2), 0, 2, (16,), {}),
+}
+BACKENDS = [("reference", torch.float32), ("reference", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_sees_what_the_mask_shows(case, backend, dtype):
+    make, shape, keys, heads_kv, dims, options = CASES[case]
+    torch.manual_seed(0)
+    mask, seen = make()
+    q, k, v = inputs(shape, keys, heads_kv, *dims, dtype=dtype)
+    options = dict(options)
+    for name in {"sinks", "slopes"} & options.keys():
+        options[name] = torch.linspace(0.1, 0.6, shape[2], device=DEVICE)
+    if "sinks" in options:
+        options["sinks"].requires_grad_()
+    holds(mask, seen, q, k, v, backend, case, **options)
+
+
+@pytest.mark.slow
+def test_random_masks():
+    for seed in range(200):
+        mask, seen = random_case(seed)
+        batch, heads, queries, keys = seen.shape
+        shape = max(2, batch), queries, max(2, heads)
+        q, k, v = inputs(shape, keys, 1 + seed % 2, 16, seed=seed)
+        holds(mask, seen, q, k, v, "reference", f"seed {seed}")
+
+
+def test_hidden_keys_have_no_influence_and_no_gradient():
+    """Keys that a head's block of queries does not see may be NaN for it; keys that nobody sees
+    have gradients that are exactly 0."""
+    seen = torch.zeros(1, 2, 256, 256, dtype=torch.bool)
+    seen[:, 0, :, :64] = True
+    seen[:, 1, :, 128:192] = True
+    seen[:, :, 200, 10:20] = True  # head 1 sees them in one row of its second block
+    mask = masks.from_bool(seen)
+    q, k, v = inputs((1, 256, 2), 256, 1, 16)
+    with torch.no_grad():
+        for x in (k, v):
+            x[:, :64] = math.nan
+    out = flash_attn_func(q, k, v, mask=mask.to(DEVICE))
+    assert out[:, :, 0].isnan().all()
+    assert out[:, :128, 1].isfinite().all()
+    q, k, v = inputs((1, 256, 2), 256, 1, 16)
+    gradients = torch.autograd.grad(flash_attn_func(q, k, v, mask=mask.to(DEVICE)).sum(), (k, v))
+    nobody = ~seen.any((0, 1, 2))
+    for x in gradients:
+        assert torch.count_nonzero(x[:, nobody]) == 0
+        assert torch.count_nonzero(x[:, ~nobody]) > 0
+
+
+def test_a_mask_is_the_same_as_arguments_that_hide_the_same():
+    q, k, v = inputs((2, 150, 4), 150, 2, 32)
+    window = masks.window(150, 40, 0).to(DEVICE)
+    wanted = flash_attn_func(q, k, v, window_size=(40, 0))
+    torch.testing.assert_close(flash_attn_func(q, k, v, mask=window), wanted)
+    qkv = torch.cat([q, k, v], 2)
+    packed = flashattn3.flash_attn_qkvpacked_func(qkv, num_heads_q=4, mask=window)
+    torch.testing.assert_close(packed, wanted)
+    packed = flashattn3.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), mask=window)
+    torch.testing.assert_close(packed, wanted)
+    out, lse = flashattn3.flash_attn_forward(q.detach(), k.detach(), v.detach(), mask=window)
+    torch.testing.assert_close(out, wanted)
+    dout = torch.ones_like(out)
+    given = (x.detach() for x in (q, k, v))
+    found = flashattn3.flash_attn_backward(dout, *given, out, lse, mask=window)
+    for x, of in zip(found, torch.autograd.grad(wanted.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(x, of)
+    halves = [x.detach().to(torch.bfloat16) for x in (q, k, v)]
+    wanted = flash_attn_fp8_func(*halves, window_size=(40, 0))
+    found = flash_attn_fp8_func(*halves, mask=window)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0.016)
+
+
+def loss(q, k, v, mask):
+    return flash_attn_func(q, k, v, mask=mask).square().sum()
+
+
+def test_a_mask_goes_through_checkpoints_and_transforms():
+    q, k, v = inputs((1, 100, 2), 100, 1, 16)
+    mask = masks.documents([60, 40], causal=True).to(DEVICE)
+    wanted = torch.autograd.grad(loss(q, k, v, mask), (q, k, v))
+    again = torch.utils.checkpoint.checkpoint(loss, q, k, v, mask, use_reentrant=False)
+    found = torch.autograd.grad(again, (q, k, v))
+    of_func = torch.func.grad(loss, argnums=(0, 1, 2))(q.detach(), k.detach(), v.detach(), mask)
+    for x, *others in zip(wanted, found, of_func, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, x)
+    stacked = [torch.stack([x.detach(), 2 * x.detach()]) for x in (q, k, v)]
+    mapped = torch.vmap(loss, in_dims=(0, 0, 0, None))(*stacked, mask)
+    torch.testing.assert_close(mapped[0], loss(q, k, v, mask))
+
+
+def layer(q, k, v, lengths, mask):
+    """Attention with a mask that is built in compiled code, and one that is given."""
+    built = masks.documents(lengths, seqlen=q.shape[1], causal=True) & mask
+    return flash_attn_func(q, k, v, mask=built) + flash_attn_func(q, k, v, mask=mask)
+
+
+@pytest.mark.slow
+def test_compiled_code_takes_masks():
+    q, k, v = inputs((1, 100, 2), 100, 1, 16)
+    arguments = q, k, v, torch.tensor([60, 40], device=DEVICE), masks.prefix_lm([10], 100)
+    wanted = layer(*arguments)
+    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+    torch.testing.assert_close(found, wanted)
+    of = torch.autograd.grad(wanted.sum(), (q, k, v))
+    for x, y in zip(torch.autograd.grad(found.sum(), (q, k, v)), of, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+CAUSAL = masks.window(64, -1, 0)
+ERRORS = (
+    (
+        {"mask": torch.ones(64, 64).bool()},
+        r"mask must be a flashattn3.masks.Mask \(masks",
+    ),
+    ({"mask": masks.window(63, 1)}, "mask.seqlen_q must be 64 as q's, got 63"),
+    ({"mask": masks.window(64, 1, seqlen_k=65)}, "mask.seqlen_k must be 64 as k's, got 65"),
+    ({"mask": masks.prefix_lm([1, 2, 3], 64)}, "mask.batch must be 2 as q's, or 1, got 3"),
+    ({"mask": masks.from_bool(torch.ones(1, 3, 64, 64).bool())}, "mask.heads must be 4 as q's"),
+    ({"mask": masks.window(64, 1, device="meta")}, "mask.device must be cpu as q's"),
+    ({"mask": CAUSAL, "causal": True}, "causal must be False beside mask.*masks.documents"),
+    ({"mask": CAUSAL, "window_size": (3, 0)}, r"window_size must be \(-1, -1\).*masks.window"),
+    ({"mask": CAUSAL, "bias": torch.zeros(1, 1, 64, 64)}, "bias must be None beside mask"),
+)
+
+
+@pytest.mark.parametrize(("options", "message"), ERRORS, ids=[x[:25] for _, x in ERRORS])
+def test_errors_name_the_argument(options, message):
+    q, k, v = (x.detach().cpu() for x in inputs((2, 64, 4), 64, 2, 16))
+    with pytest.raises((TypeError, ValueError), match=f"flash_attn_func: {message}"):
+        flash_attn_func(q, k, v, **options)
+
+
+def test_varlen_calls_refuse_a_mask_by_name():
+    q = torch.zeros(64, 2, 16)
+    edges = torch.tensor([0, 64], dtype=torch.int32)
+    message = r"flash_attn_varlen_func: mask must be None.*masks.documents\(lengths\)"
+    with pytest.raises(ValueError, match=message):
+        flashattn3.flash_attn_varlen_func(q, q, q, edges, edges, 64, 64, mask=CAUSAL)
+    with pytest.raises(ValueError, match=r"flash_attn_forward: mask must be None with cu_seqlens"):
+        lengths = {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
+        lengths |= {"max_seqlen_q": 64, "max_seqlen_k": 64}
+        flashattn3.flash_attn_forward(q, q, q, **lengths, mask=CAUSAL)
+
+
+def test_explain_shows_the_mask():
+    q, k, v = (x.detach() for x in inputs((2, 64, 4), 64, 2, 16))
+    explained = flashattn3.explain(q, k, v, mask=CAUSAL.to(DEVICE))
+    assert explained.config["mask"] == "0 full and 1 partial of 1 blocks, 0.508 visible"
+    assert "has no kernel for mask" in explained.declined["hopper"] or not GPU
