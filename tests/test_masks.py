@@ -199,11 +199,12 @@ def check_lists(lists, seen):
     assert (order.diff(dim=-1) > 0).all(), "full blocks, partial ones, hidden ones, each ascending"
     num_full, num_partial = full.sum(-1), partial.sum(-1)
     before = num_partial.flatten().cumsum(0).view(num_partial.shape) - num_partial
-    block = torch.arange(kinds.shape[2]).expand(num_full.shape)
-    wanted = torch.stack([block, num_full, num_full + num_partial, before], -1)
-    by_block = work.gather(-2, work[..., :1].argsort(-2).expand(work.shape))
-    assert torch.equal(by_block, wanted)
-    assert (work[..., 2].diff(dim=-1) <= 0).all(), "the longest lists first"
+    wanted = torch.stack([num_full, num_full + num_partial, before], -1)
+    assert torch.equal(work[..., :3], wanted)
+    order = work[..., 3]
+    assert torch.equal(order.sort(-1).values, torch.arange(kinds.shape[2]).expand(order.shape))
+    longest = work[..., 1].gather(-1, order)
+    assert (longest.diff(dim=-1) <= 0).all(), "the longest lists first"
     bits = (tiles.unsqueeze(-1) >> torch.arange(64)) & 1
     number = int(num_partial.sum())
     assert number <= tiles.shape[0]

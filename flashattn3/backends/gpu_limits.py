@@ -24,4 +24,6 @@ def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
     longest = max(problem.total_q, problem.total_k)
     if longest > MAX_ROWS:
         return f"counts rows in 32 bits: q, k and v may have up to {MAX_ROWS}, found {longest}"
+    if problem.mask is not None:
+        return "has no kernel for mask"
     return score_factor_reason(problem, 100, torch.float32)

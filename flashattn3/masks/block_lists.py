@@ -29,8 +29,9 @@ class BlockLists:
     """entries: int32 (batch | 1, heads | 1, row blocks, column blocks), a permutation of the column
         blocks for each row block: full blocks, then partial ones, each in ascending order, then
         hidden ones.
-    work: int32 (batch | 1, heads | 1, row blocks, 4), work tiles, the one with most blocks first:
-        row block, number of full blocks, number of full and partial blocks, first bit tile. The
+    work: int32 (batch | 1, heads | 1, row blocks, 4), of each row block: the number of its full
+        blocks, that of its full and partial blocks, its first bit tile, and a row block: those of
+        line 0, 1, ... are in the order in which they should be computed, most blocks first. The
         bit tiles of a row block follow each other, as its partial blocks do.
     tiles: int64 (capacity, 128), for each row of a partial block its 64 columns, the first in the
         lowest bit. Bits past the end of rows or columns are 0, and a block that goes past the last
@@ -157,19 +158,16 @@ def _listed(kinds: Tensor, tiles: Tensor) -> BlockLists:
     entries = kinds.argsort(dim=-1, descending=True, stable=True)
     full, partial = (kinds == FULL).sum(-1), (kinds == PARTIAL).sum(-1)
     before = partial.flatten().cumsum(0).view(partial.shape) - partial
-    rows = torch.arange(kinds.shape[-2], device=kinds.device).expand(full.shape)
-    work = torch.stack([rows, full, full + partial, before], -1)
-    order = work[..., 2].argsort(dim=-1, descending=True, stable=True)
-    work = work.gather(-2, order.unsqueeze(-1).expand(work.shape))
+    order = (full + partial).argsort(dim=-1, descending=True, stable=True)
+    work = torch.stack([full, full + partial, before, order], -1)
     return BlockLists(entries.int(), work.int(), tiles)
 
 
 def kinds_of(lists: BlockLists) -> Tensor:
     """The kind of each block: int8 (batch | 1, heads | 1, row blocks, column blocks)."""
-    order = lists.work[..., 0].argsort(-1).unsqueeze(-1)
-    by_row = lists.work.gather(-2, order.expand(lists.work.shape))
-    place = torch.arange(lists.entries.shape[-1], device=order.device)
-    kinds = (place < by_row[..., 1:2]).to(torch.int8) + (place < by_row[..., 2:3]).to(torch.int8)
+    place = torch.arange(lists.entries.shape[-1], device=lists.work.device)
+    full, listed = (place < lists.work[..., i : i + 1] for i in range(2))
+    kinds = full.to(torch.int8) + listed.to(torch.int8)
     return torch.zeros_like(kinds).scatter(-1, lists.entries.long(), kinds)
 
 
@@ -228,7 +226,7 @@ def bools_of(lists: BlockLists, grid: Grid) -> Tensor:
 def num_visible(lists: BlockLists, grid: Grid) -> Tensor:
     """The number of visible scores, int64 ()."""
     rows = grid.rows_in_blocks(lists.work.device).squeeze(-1)
-    of_full = rows[lists.work[..., 0].long()] * lists.work[..., 1] * BLOCK_COLUMNS
+    of_full = rows * lists.work[..., 0] * BLOCK_COLUMNS
     return of_full.sum() + num_ones(lists.tiles).sum()
 
 
@@ -237,7 +235,7 @@ def summary(lists: BlockLists, grid: Grid) -> str:
     sizes = f"of {grid.num_blocks} blocks"
     if lists.work.is_meta:
         return f"lists {sizes}"
-    full, listed = lists.work[..., 1:3].sum((0, 1, 2)).tolist()
+    full, listed = lists.work[..., :2].sum((0, 1, 2)).tolist()
     share = int(num_visible(lists, grid)) / max(1, grid.batch * grid.heads * grid.rows)
     share = share / max(1, grid.columns)
     return f"{full} full and {listed - full} partial {sizes}, {share:.3f} visible"
