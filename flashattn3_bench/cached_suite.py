@@ -7,7 +7,7 @@ kernel that only reads as many bytes as the visible keys and values have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -21,7 +21,7 @@ import flashattn3
 from .cached_cells import CachedCell
 from .checking import FORWARD_FACTOR, check
 from .cuda_graph import captured
-from .host_suite import host_ms, selected
+from .host_suite import timed, times_of
 from .providers import BASELINES, OURS, SDPA_BACKENDS
 from .read_kernel import prepare_read
 from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
@@ -219,15 +219,13 @@ def _record(
     if name in refused:
         status, reason = refused[name]
         return {**record, "status": status, "reason": reason}
-    timing = timings[name]
-    ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
+    median_ms = timings[name].median_ms
     return {
         **record,
         "status": OK,
-        **asdict(timing),
-        "tflops": cell.flops / timing.median_ms / 1e9,
-        "gb_per_s": record["num_bytes"] / timing.median_ms / 1e6,
-        "speed_ratio": ratios,
+        **times_of(name, timings),
+        "tflops": cell.flops / median_ms / 1e9,
+        "gb_per_s": record["num_bytes"] / median_ms / 1e6,
     }
 
 
@@ -253,24 +251,4 @@ def run_cached_host(work: str, settings: Settings) -> Iterator[Record]:
         calls = {OURS: partial(attend, cache_seqlens=last, causal=True)}
     out = calls[OURS]()  # the append, if there is one, comes before what is right
     _check(cell, inputs, out, OURS)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(settings.rounds):
-        for name, call in calls.items():
-            with selected(name):
-                samples[name] += host_ms(call, settings.device)
-    timings = {name: Timing.of(found) for name, found in samples.items()}
-    for name, timing in timings.items():
-        ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
-        yield {
-            "record": "time",
-            "suite": "host",
-            "row": f"host time: {work}",
-            "column": "",
-            "direction": work,
-            "dtype": settings.dtype_name,
-            "case": f"{lengths[0]} keys",
-            "provider": name,
-            "status": OK,
-            **asdict(timing),
-            "speed_ratio": ratios,
-        }
+    yield from timed(work, f"{lengths[0]} keys", calls, settings, dict.fromkeys(calls))

@@ -69,32 +69,41 @@ def run_host(work: str, settings: Settings) -> Iterator[Record]:
     cell = Cell("host", case, "bwd" if work == BOTH else "fwd")
     errors = {name: _error_of(cell, name, _of(name, inputs)) for name in names}
     calls = {name: _call(work, name, inputs) for name in names if errors[name] is None}
+    yield from timed(work, case.name, calls, settings, errors)
+
+
+def timed(
+    work: str, case: str, calls: dict[str, Call], settings: Settings, errors: dict[str, str | None]
+) -> Iterator[Record]:
+    """Time the calls in turn. A record for each provider of ``errors``; None: its call is right."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(settings.rounds):
         for name, call in calls.items():
-            with selected(name):
-                samples[name] += host_ms(call, settings.device)
+            with _selected(name):
+                samples[name] += _host_ms(call, settings.device)
     timings = {name: Timing.of(found) for name, found in samples.items()}
-    for name in names:
-        yield {
+    for name, error in errors.items():
+        record = {
             "record": "time",
             "suite": "host",
             "row": f"host time: {work}",
             "column": "",
             "direction": work,
             "dtype": settings.dtype_name,
-            "case": case.name,
+            "case": case,
             "provider": name,
-            **_outcome(name, timings, errors[name]),
         }
+        if error is not None:
+            yield {**record, "status": FAILED, "reason": error}
+        else:
+            yield {**record, "status": OK, **times_of(name, timings)}
 
 
-def _outcome(name: str, timings: dict[str, Timing], error: str | None) -> Record:
-    if error is not None:
-        return {"status": FAILED, "reason": error}
+def times_of(name: str, timings: dict[str, Timing]) -> Record:
+    """The times of a provider, and those of the others in its units."""
     timing = timings[name]
     ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
-    return {"status": OK, **asdict(timing), "speed_ratio": ratios}
+    return {**asdict(timing), "speed_ratio": ratios}
 
 
 def _error_of(cell: Cell, name: str, inputs: Inputs) -> str | None:
@@ -125,12 +134,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def selected(name: str) -> contextlib.AbstractContextManager:
+def _selected(name: str) -> contextlib.AbstractContextManager:
     # Entered once and not per call: the peers are timed without what the selection itself costs.
     return sdpa_kernel(SDPA_BACKENDS[name]) if name in SDPA_BACKENDS else contextlib.nullcontext()
 
 
-def host_ms(call: Call, device: torch.device) -> list[float]:
+def _host_ms(call: Call, device: torch.device) -> list[float]:
     """Milliseconds per call; a sample is over so few calls that the launch queue never fills."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     for _ in range(WARM_UP_CALLS):
