@@ -12,7 +12,7 @@ from torch import Tensor
 from .backends.device import describe_device
 from .backends.registry import BACKENDS
 from .call.fields import Options
-from .call.operands import Tensors, check_tensor_types, data_of, tensors_by_name
+from .call.operands import Tensors, check_tensor_types, data_of, tensors_by_name, tensors_of_mask
 from .errors import expect, shown, type_error, value_error
 from .masks.block_lists import BlockLists, Grid, summary
 from .run import operators
@@ -61,7 +61,7 @@ def explained(options: Options, tensors: Tensors, varlen: bool, device: object) 
     described = plan.launch.describe()
     if plan.problem.mask is not None:
         grid = Grid(*plan.problem.mask, plan.problem.seqlen_q, plan.problem.seqlen_k)
-        described = described | {"mask": summary(BlockLists(*tensors.mask[:3]), grid)}
+        described = described | {"mask": summary(BlockLists(*tensors_of_mask(tensors)[:3]), grid)}
     return explanation_of(plan, BACKENDS, described)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call.cached import DecodeProblem, DecodeTensors, Lengths, packed_rows
 from ..call.dtypes import SIXTEEN_BIT
-from ..call.operands import Tensors
+from ..call.operands import Tensors, lengths_of_k
 from ..call.problem import Problem
 from .results import result_shapes
 
@@ -119,7 +119,7 @@ def _dense_as_cached(tensors: Tensors) -> DecodeTensors:
 
 def _varlen_as_cached(tensors: Tensors) -> DecodeTensors:
     """Every sequence has the same cache, k and v as they are, and hides the keys before its own."""
-    edges, used = tensors.lengths_k
+    edges, used = lengths_of_k(tensors)
     begins, ends = edges[:-1], edges[1:]
     if used is not None:
         ends = torch.minimum(begins + used, ends)

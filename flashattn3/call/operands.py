@@ -83,26 +83,28 @@ class Tensors(NamedTuple):
     mask_work_k: Tensor | None = None
     mask_tiles_k: Tensor | None = None
 
-    @property
-    def change_scores(self) -> bool:
-        """Whether one of the tensors that change scores is given."""
-        return not (self.sinks is self.alibi_slopes is self.bias is self.mask_entries_q is None)
 
-    @property
-    def mask(self) -> tuple[Tensor | None, ...]:
-        """The tensors of the mask; torch 2.8 traces no slice of a NamedTuple."""
-        return (
-            self.mask_entries_q, self.mask_work_q, self.mask_tiles_q,
-            self.mask_entries_k, self.mask_work_k, self.mask_tiles_k,
-        )  # fmt: skip
+# Functions, because torch 2.9 traces no property of a NamedTuple.
+def changes_scores(tensors: Tensors) -> bool:
+    """Whether one of the tensors that change scores is given."""
+    slopes, entries = tensors.alibi_slopes, tensors.mask_entries_q
+    return not (tensors.sinks is slopes is tensors.bias is entries is None)
 
-    @property
-    def lengths_q(self) -> SequenceLengths:
-        return SequenceLengths(self.cu_seqlens_q, self.seqused_q)
 
-    @property
-    def lengths_k(self) -> SequenceLengths:
-        return SequenceLengths(self.cu_seqlens_k, self.seqused_k)
+def tensors_of_mask(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """The tensors of the mask; torch 2.8 traces no slice of a NamedTuple."""
+    return (
+        tensors.mask_entries_q, tensors.mask_work_q, tensors.mask_tiles_q,
+        tensors.mask_entries_k, tensors.mask_work_k, tensors.mask_tiles_k,
+    )  # fmt: skip
+
+
+def lengths_of_q(tensors: Tensors) -> SequenceLengths:
+    return SequenceLengths(tensors.cu_seqlens_q, tensors.seqused_q)
+
+
+def lengths_of_k(tensors: Tensors) -> SequenceLengths:
+    return SequenceLengths(tensors.cu_seqlens_k, tensors.seqused_k)
 
 
 # Names and types of the tensors in the operators' schemas: ``flat`` has the values in this order.
@@ -126,8 +128,8 @@ def flat(tensors: Tensors, scores: bool | None = None) -> tuple:
     """
     q, k, v = tensors.q, tensors.k, tensors.v
     rest = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k
-    if tensors.change_scores if scores is None else scores:
-        rest = (*rest, tensors.sinks, tensors.alibi_slopes, tensors.bias, *tensors.mask)
+    if changes_scores(tensors) if scores is None else scores:
+        rest = (*rest, tensors.sinks, tensors.alibi_slopes, tensors.bias, *tensors_of_mask(tensors))
     if not (type(q) is Scaled or type(k) is Scaled or type(v) is Scaled):
         return (q, k, v, *rest)
     q, k, v = as_scaled(q), as_scaled(k), as_scaled(v)
@@ -148,7 +150,7 @@ def with_values(tensors: Tensors, q, k, v, sinks, bias) -> Tensors:
     """The call with other tensors of values; torch 2.8 traces no _replace of a NamedTuple."""
     return Tensors(
         q, k, v, tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k,
-        sinks, tensors.alibi_slopes, bias, *tensors.mask,
+        sinks, tensors.alibi_slopes, bias, *tensors_of_mask(tensors),
     )  # fmt: skip
 
 

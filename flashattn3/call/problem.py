@@ -22,7 +22,17 @@ from .dtypes import DTYPES, EIGHT_BIT, out_dtype, v_dtype
 from .fields import CALL, Description, Options, ScoreScale, expect_shared_shift, score_scale_of
 from .mask_tensors import BlockMask, check_alone, check_mask, mask_of
 from .metadata import Metadata
-from .operands import SIDES, Scaled, Tensors, as_scaled, data_of
+from .operands import (
+    SIDES,
+    Scaled,
+    Tensors,
+    as_scaled,
+    changes_scores,
+    data_of,
+    lengths_of_k,
+    lengths_of_q,
+    tensors_of_mask,
+)
 from .scores import Bias, bias_of, check_scores
 from .tensor_checks import check_device, check_int32
 
@@ -143,7 +153,7 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
     q, k, v = in_rows(function, tensors)
     varlen = tensors.cu_seqlens_q is not None
     _check_qkv(function, q, k, v, varlen)
-    lengths = {"q": tensors.lengths_q, "k": tensors.lengths_k}
+    lengths = {"q": lengths_of_q(tensors), "k": lengths_of_k(tensors)}
     for side, (cu_seqlens, _) in lengths.items():
         _check_index(function, f"cu_seqlens_{side}", cu_seqlens, q.device, required=varlen)
     if varlen:
@@ -159,16 +169,16 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
             got = seqused.shape[0]
             expect(got == entries - 1, function, f"{name}.shape[0]", f"{entries - 1} (batch)", got)
     batch = entries - 1 if varlen else q.shape[0]
-    sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
+    sides = {name: as_scaled(getattr(tensors, name)) for name in SIDES}
     if sides["k"].mean is not None:
         expect_shared_shift(options, tensors.sinks, "where k has a mean")
     check_scaled(function, sides, options, batch, varlen)
-    if tensors.change_scores:
+    if changes_scores(tensors):
         scores = tensors.sinks, tensors.alibi_slopes, tensors.bias
         check_scores(function, q, k.shape[-3], batch, *scores, varlen)
         if tensors.mask_entries_q is not None:
             check_alone(function, options, tensors.bias, varlen)
-            check_mask(function, q, k.shape[-3], batch, tensors.mask)
+            check_mask(function, q, k.shape[-3], batch, tensors_of_mask(tensors))
     CALL.check(options)
 
 
@@ -245,8 +255,8 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     tensors, function = Tensors(*tensors), options.function
     q, k, v = in_rows(function, tensors)
     cu_seqlens_q, varlen = tensors.cu_seqlens_q, tensors.cu_seqlens_q is not None
-    lengths = tensors.lengths_q, tensors.lengths_k, tensors.lengths_k
-    sides = {name: as_scaled(x) for name, x in zip(SIDES, tensors, strict=False)}
+    lengths = lengths_of_q(tensors), lengths_of_k(tensors), lengths_of_k(tensors)
+    sides = {name: as_scaled(getattr(tensors, name)) for name in SIDES}
     if sides["v"].layout == "permuted":
         stored = sides["v"].data
         wanted = "that of a dense permuted tensor"

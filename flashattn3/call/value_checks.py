@@ -16,7 +16,7 @@ from ..errors import expect, value_error
 
 if TYPE_CHECKING:
     from .fields import Options
-    from .operands import Tensors
+    from .operands import SequenceLengths
 
 OFF = ("", "0", "false", "no", "off")
 CHECKED = os.environ.get("FLASHATTN3_CHECK", "").lower() not in OFF
@@ -27,11 +27,17 @@ def is_checked(device: torch.device) -> bool:
     return CHECKED or device.type == "cpu"
 
 
-def check_values(tensors: Tensors, options: Options, total_q: int, total_k: int) -> None:
+def check_values(
+    lengths_q: SequenceLengths,
+    lengths_k: SequenceLengths,
+    options: Options,
+    total_q: int,
+    total_k: int,
+) -> None:
     """Raise if cu_seqlens decrease, or if cu_seqlens, seqused or max_seqlen are out of bounds."""
     sides = (
-        ("q", total_q, *tensors.lengths_q, options.max_seqlen_q),
-        ("k", total_k, *tensors.lengths_k, options.max_seqlen_k),
+        ("q", total_q, *lengths_q, options.max_seqlen_q),
+        ("k", total_k, *lengths_k, options.max_seqlen_k),
     )
     function = options.function
     for side, rows, cu_seqlens, seqused, max_seqlen in sides:

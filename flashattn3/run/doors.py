@@ -20,6 +20,7 @@ from ..call.operands import (
     NUM_TENSORS,
     Scaled,
     Tensors,
+    changes_scores,
     check_tensor_types,
     checked_key_of,
     data_of,
@@ -213,7 +214,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 10
         k, q, v, lse, out, *rest = ctx.saved_tensors
         tensors = Tensors(q, k, v, *rest)
-        with_dbias = ctx.needs_input_grad[4:5] if tensors.change_scores else ()
+        with_dbias = ctx.needs_input_grad[4:5] if changes_scores(tensors) else ()
         in_rows = _transposed(tensors) if bhsd else tensors
         plain = is_plain() and type(dout) is Tensor and not is_batched(dout, dlse)
         at_once = plain and not torch.is_grad_enabled()

@@ -21,7 +21,18 @@ from ..backends.registry import BACKENDS
 from ..call import fields, operands
 from ..call.dtypes import EIGHT_BIT, out_dtype
 from ..call.fields import Options
-from ..call.operands import Scaled, Tensors, checked_key_of, data_of, flat, key_of, metadata_under
+from ..call.operands import (
+    Scaled,
+    Tensors,
+    changes_scores,
+    checked_key_of,
+    data_of,
+    flat,
+    key_of,
+    lengths_of_k,
+    lengths_of_q,
+    metadata_under,
+)
 from ..call.problem import check, describe, in_rows
 from ..call.selection import ANY, named_backend
 from ..call.value_checks import check_values, is_checked
@@ -98,7 +109,8 @@ def launch_under(key: tuple, tensors: Tensors, options: Options) -> Launch:
     plan = _plan(key, options)
     problem = plan.problem
     if problem.varlen and is_checked(problem.device):
-        check_values(tensors, options, problem.total_q, problem.total_k)
+        lengths = lengths_of_q(tensors), lengths_of_k(tensors)
+        check_values(*lengths, options, problem.total_q, problem.total_k)
     return plan.launch
 
 
@@ -136,7 +148,7 @@ def backward_of(
     backward = plan.launch.backward
     if profiler._is_profiler_enabled:
         backward = recorded(plan, backward, " backward", "gradient")
-    if with_dbias and not tensors.change_scores:  # the call returned max_logit
+    if with_dbias and not changes_scores(tensors):  # the call returned max_logit
         return (*backward(dout, dlse, out, lse, tensors), None, None)
     return backward(dout, dlse, out, lse, tensors, *with_dbias)
 
@@ -168,7 +180,7 @@ def _options_in_force(named: str | None, values: tuple) -> Options:
 
 def flat_of(tensors: Tensors, options: Options) -> tuple:
     """``flat``, of the overload that computes the call."""
-    return flat(tensors, tensors.change_scores or options.return_max_logit)
+    return flat(tensors, changes_scores(tensors) or options.return_max_logit)
 
 
 def operator_arguments(tensors: Tensors, options: Options) -> tuple:
@@ -204,7 +216,7 @@ def run_forward_operator(*arguments):
 def forward_results(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
     """The results of the operator that takes the call, which are never None."""
     results = forward_of(tensors, options)
-    if len(results) == 2 and tensors.change_scores:
+    if len(results) == 2 and changes_scores(tensors):
         return (*results, results[1].new_empty(0))
     return results
 
@@ -262,7 +274,7 @@ def _forward_fake(*arguments):
     tensors, values = split_forward(arguments)
     options = Options(*values)
     results = fake_forward_of(tensors, options)
-    if not (tensors.change_scores or options.return_max_logit):
+    if not (changes_scores(tensors) or options.return_max_logit):
         return results
     heads = results[0].shape[-2] if options.return_max_logit else 0
     return (*results, results[1].new_empty(heads))

@@ -18,8 +18,11 @@ from ..call.hadamard import is_rotatable
 from ..call.operands import (
     Scaled,
     Tensors,
+    changes_scores,
     check_tensor_types,
     checked_key_of,
+    lengths_of_k,
+    lengths_of_q,
     metadata_under,
     with_sides,
 )
@@ -65,9 +68,15 @@ def attend_quantized(
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v
     plain = type(q) is type(k) is type(v) is Tensor and is_plain()
-    if varlen or not plain or tensors.change_scores:
+    if varlen or not plain or changes_scores(tensors):
         check_tensor_types(function, tensors, varlen)
-    if not plain or q.requires_grad or k.requires_grad or v.requires_grad or tensors.change_scores:
+    if (
+        not plain
+        or q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or changes_scores(tensors)
+    ):
         scheme = _converted(function, *scheme)
         refuse_gradient_of_slopes(function, tensors.alibi_slopes)
         refuse_gradients(function, q=q, k=k, v=v, sinks=tensors.sinks, bias=tensors.bias)
@@ -80,7 +89,8 @@ def attend_quantized(
         except TypeError:  # the scheme is not plain, or wrong
             checked = _checked_once(key, options, *_converted(function, *scheme))
         if varlen and is_checked(q.device):
-            check_values(tensors, options, q.shape[0], k.shape[0])
+            lengths = lengths_of_q(tensors), lengths_of_k(tensors)
+            check_values(*lengths, options, q.shape[0], k.shape[0])
     scheme, of_8_bits, head_dim, scales_q, scales_k = checked
     block, hadamard, qk_dtype, smooth_k = scheme
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...call.cached import AppendProblem, CacheProblem, CombineProblem
 from ...call.fields import HINTS
-from ...call.operands import Scaled, Tensors, data_of
+from ...call.operands import Scaled, Tensors, data_of, lengths_of_k, lengths_of_q
 from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
 from .cached import ReferenceCachedCall
@@ -263,8 +263,8 @@ def _buckets(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
         yield from _buckets_by_length(launch, tensors)
     elif problem.batch and problem.seqlen_q and (problem.seqlen_k or problem.sinks_dtype):
         if problem.varlen:
-            queries = padded(problem.seqlen_q, problem.total_q, *tensors.lengths_q)
-            keys = padded(problem.seqlen_k, problem.total_k, *tensors.lengths_k)
+            queries = padded(problem.seqlen_q, problem.total_q, *lengths_of_q(tensors))
+            keys = padded(problem.seqlen_k, problem.total_k, *lengths_of_k(tensors))
         else:
             queries = PaddedLayout(problem.batch, problem.seqlen_q)
             keys = PaddedLayout(problem.batch, problem.seqlen_k)
@@ -273,8 +273,8 @@ def _buckets(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
 
 def _buckets_by_length(launch: ReferenceLaunch, tensors: Tensors) -> Iterator[_Bucket]:
     problem = launch.problem
-    begins_q, lengths_q = _spans(*tensors.lengths_q, problem.total_q)
-    begins_k, lengths_k = _spans(*tensors.lengths_k, problem.total_k)
+    begins_q, lengths_q = _spans(*lengths_of_q(tensors), problem.total_q)
+    begins_k, lengths_k = _spans(*lengths_of_k(tensors), problem.total_k)
     batch_indices_of = defaultdict(list)
     for batch_idx, lengths in enumerate(zip(lengths_q, lengths_k, strict=True)):
         batch_indices_of[lengths].append(batch_idx)

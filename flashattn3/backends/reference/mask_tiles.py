@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...call.operands import Scaled, Tensors
+from ...call.operands import Scaled, Tensors, tensors_of_mask
 from ...masks.bits import unpacked
 from ...masks.block_lists import (
     BLOCK_COLUMNS,
@@ -31,7 +31,7 @@ class MaskTiles:
     """
 
     def __init__(self, problem: Problem, tensors: Tensors, reads: bool) -> None:
-        lists = BlockLists(*tensors.mask[:3])
+        lists = BlockLists(*tensors_of_mask(tensors)[:3])
         self.shape = problem.batch, problem.num_heads_q
         self.grid = Grid(*problem.mask, problem.seqlen_q, problem.seqlen_k)
         self.words, self.device = words_of(lists), lists.entries.device
