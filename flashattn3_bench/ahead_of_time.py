@@ -13,9 +13,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from flashattn3.backends.triton.backward_launch import backward_launches
 from flashattn3.backends.triton.config import TritonConfig
 from flashattn3.backends.triton.kernels.launch import Launch
-from flashattn3.backends.triton.launch import backward_launches, combine_launch, forward_launch
+from flashattn3.backends.triton.launch import combine_launch, forward_launch
 from flashattn3.call.dtypes import EIGHT_BIT
 from flashattn3.call.problem import Problem
 
@@ -92,4 +93,7 @@ def all_launches(problem: Problem, config: TritonConfig) -> dict[str, Launch]:
         not problem.varlen
     )
     dout_stride += (problem.num_heads_q * problem.head_dim_v, problem.head_dim_v, 1)
-    return of_forward | backward_launches(problem, config, dout_stride, None)
+    launches = of_forward | backward_launches(problem, config, dout_stride, None)
+    if problem.bias is None:
+        return launches
+    return launches | backward_launches(problem, config, dout_stride, None, True)

@@ -48,6 +48,9 @@ def choose(problem: Problem, limits: Limits, estimated: Choice) -> Choice:
         return Choice(False, f"packs query rows of 16 bits, not {problem.dtype}")
     if problem.q.has_seqused:
         return Choice(False, "packs no sequences with seqused_q")
+    unpacked = [name for name in problem.score_options if name != "sinks"]
+    if unpacked:
+        return Choice(False, f"packs no calls with {unpacked[0]}")
     if problem.pack_gqa is False or (problem.pack_gqa and rows <= limits.most):
         return Choice(problem.pack_gqa, f"pack_gqa={problem.pack_gqa}")
     few = FEW_ROWS if whole else limits.few
@@ -93,7 +96,7 @@ def as_cached(problem: Problem) -> DecodeProblem:
         "page_size": 0,
         "rows": packed_rows(packed_rows_of(problem)),
         "given": VARLEN if problem.varlen else frozenset(),
-        "sinks_dtype": None,
+        "sinks_dtype": problem.sinks_dtype,
         "misaligned": frozenset(),
         "expanded": frozenset(),
     }
@@ -114,7 +117,7 @@ def prepare_packed(problem: Problem, decode: Callable) -> Callable:
 
 
 def _dense_as_cached(tensors: Tensors) -> DecodeTensors:
-    return DecodeTensors(*tensors[:3])
+    return DecodeTensors(*tensors[:3], sinks=tensors.sinks)
 
 
 def _varlen_as_cached(tensors: Tensors) -> DecodeTensors:
@@ -125,5 +128,6 @@ def _varlen_as_cached(tensors: Tensors) -> DecodeTensors:
         ends = torch.minimum(begins + used, ends)
     caches = (x.unsqueeze(0).expand(len(begins), *x.shape) for x in (tensors.k, tensors.v))
     return DecodeTensors(
-        tensors.q, *caches, ends, cache_leftpad=begins, cu_seqlens_q=tensors.cu_seqlens_q
-    )
+        tensors.q, *caches, ends, cache_leftpad=begins, cu_seqlens_q=tensors.cu_seqlens_q,
+        sinks=tensors.sinks,
+    )  # fmt: skip

@@ -58,7 +58,7 @@ class TritonLaunch:
         return described | {"backward": self.config.tiles.describe_backward()}
 
     @cached_property
-    def forward(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+    def forward(self) -> Callable[[Tensors], tuple[Tensor, ...]]:
         from . import launch
 
         if self.config.packed is None:
@@ -74,10 +74,11 @@ class TritonLaunch:
         return prepare_decode(packed.as_cached(self.problem), self.config.packed)
 
     @cached_property
-    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def backward(self) -> Callable[..., tuple[Tensor | None, ...]]:
         from . import launch
+        from .backward_launch import prepare_backward
 
-        return launch.on_device(self.problem, launch.prepare_backward(self.problem, self.config))
+        return launch.on_device(self.problem, prepare_backward(self.problem, self.config))
 
 
 class TritonBackend:
@@ -106,7 +107,7 @@ class TritonBackend:
         if isinstance(problem, CacheProblem):
             reason = cached.decline_reason(problem)
         else:
-            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM) or score_reason(problem)
+            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
         if reason is None and device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return reason
@@ -161,13 +162,6 @@ class TritonBackend:
 
 
 BACKEND = TritonBackend()
-
-
-def score_reason(problem: Problem) -> str | None:
-    """Why no kernel computes what happens to a problem's scores, or None."""
-    if problem.score_options:
-        return f"has no kernel for {problem.score_options[0]}"
-    return None
 
 
 def _forward_tile(tile: Tile, problem: Problem, device: DeviceInfo) -> Tile:

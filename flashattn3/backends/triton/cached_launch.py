@@ -18,7 +18,7 @@ from .columns import blocks_alike, padded
 from .kernels import append, cache_parts, combine, decode
 from .kernels.launch import is_elementwise
 from .kernels.variable_launch import VariableLaunch
-from .launch import capping
+from .launch_parts import capping
 
 if TYPE_CHECKING:
     from ...call.cached import (

@@ -36,11 +36,13 @@ from .common import (
     round_up,
     sequence,
     stage_range,
+    store_tile,
     strides_of,
     tanh_exp2,
     tile_offsets,
     visible,
 )
+from .score_terms import alibi_on_minus_lse, bias_pointers, gradient_of_sink, load_bias
 
 # minus_lse and minus_delta of a sequence are padded to a multiple of this many rows, so that no
 # m_block reads out of bounds.
@@ -129,6 +131,8 @@ def bwd_preprocess_kernel(
     dq_accum_ptr,
     cu_seqlens_q,
     seqused_q,
+    sinks_ptr,
+    dsinks_ptr,
     out_stride_b,
     out_stride_s,
     out_stride_h,
@@ -158,7 +162,8 @@ def bwd_preprocess_kernel(
     HAS_DLSE: tl.constexpr,
 ):
     """Per row, float32: minus_lse = lse_factor * lse, and minus_delta = dlse - rowsum(dout * out).
-    dq_accum, BLOCK_D columns, is set to 0; None: there is none.
+    dq_accum, BLOCK_D columns, is set to 0; None: there is none. dsinks (heads, batch *
+    num_m_blocks): the gradient of the head's sink from the program's rows.
 
     lse_factor is -1 in the unit of the score that minus_lse is added to: raw or log2 domain. A row
     without keys, or outside its sequence, gets lse = +inf, so that its recomputed P is 0.
@@ -204,6 +209,10 @@ def bwd_preprocess_kernel(
     tl.store(minus_lse_ptr + lse_delta, lse * lse_factor, mask=padded)
     # The gradient of an empty row is 0 even where dlse is not finite.
     tl.store(minus_delta_ptr + lse_delta, tl.where(empty, 0.0, minus_delta), mask=padded)
+    if sinks_ptr is not None:
+        programs = tl.num_programs(0) // num_heads
+        place = head * programs + batch_idx * num_m_blocks + m_block
+        tl.store(dsinks_ptr + place, gradient_of_sink(sinks_ptr, head, lse, minus_delta))
     if dq_accum_ptr is not None:
         accum_columns = column_parts(BLOCK_D, PART_D)
         dq_accum = tile_pointers(dq_accum_ptr, lse_delta, accum_columns, BLOCK_D)
@@ -261,6 +270,8 @@ def bwd_kernel(
     cu_seqlens_k,
     seqused_q,
     seqused_k,
+    slopes_ptr,
+    bias_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -293,6 +304,11 @@ def bwd_kernel(
     softmax_scale,
     scale_log2,
     cap_log2,
+    slopes_stride_b,
+    bias_stride_b,
+    bias_stride_h,
+    bias_stride_s,
+    minus_lse_unit,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -312,6 +328,8 @@ def bwd_kernel(
     DELTA_IN_DP: tl.constexpr,
     TAIL: tl.constexpr,
     NUM_WARPS: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS_UNIT: tl.constexpr,
 ):
     """dK and dV of one n_block of one KV head. Grid: num_n_blocks * num_heads_kv * batch.
 
@@ -395,6 +413,18 @@ def bwd_kernel(
                 )  # fmt: skip
                 minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[None, :]
                 minus_delta = tl.load(minus_delta_ptr + lse_delta + rows)[None, :]
+                if ALIBI != 0:
+                    minus_lse = alibi_on_minus_lse(
+                        minus_lse, minus_lse_unit, slopes_ptr, slopes_stride_b, batch_idx, head,
+                        rows[None, :], keys[:, None], diagonal, first_key, ALIBI,
+                    )  # fmt: skip
+                if bias_ptr is not None:
+                    bias_rows = bias_pointers(
+                        bias_ptr, bias_stride_b, bias_stride_h, bias_stride_s, batch_idx, head,
+                        rows, length_q, BIAS_UNIT,
+                    )  # fmt: skip
+                    bias = load_bias(bias_rows[None, :], keys[:, None], length_k, TAIL)
+                    minus_lse = minus_lse + bias.to(tl.float32) * minus_lse_unit
                 p, slope = _probabilities(
                     k, q, minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
                 )
@@ -459,10 +489,13 @@ def bwd_dq_kernel(
     minus_lse_ptr,
     minus_delta_ptr,
     dq_ptr,
+    dbias_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
     seqused_q,
     seqused_k,
+    slopes_ptr,
+    bias_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -492,6 +525,13 @@ def bwd_dq_kernel(
     softmax_scale,
     scale_log2,
     cap_log2,
+    slopes_stride_b,
+    bias_stride_b,
+    bias_stride_h,
+    bias_stride_s,
+    minus_lse_unit,
+    dbias_stride_b,
+    dbias_stride_h,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -509,8 +549,14 @@ def bwd_dq_kernel(
     SOFTCAP: tl.constexpr,
     LSE_IN_SCORES: tl.constexpr,
     TAIL: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS_UNIT: tl.constexpr,
 ):
-    """dQ of one m_block of one head. Grid: num_m_blocks * num_heads * batch."""
+    """dQ of one m_block of one head. Grid: num_m_blocks * num_heads * batch.
+
+    dbias: (batch, heads, seqlen_q, seqlen_k), 0 at first where a mask hides whole blocks; None: it
+    is no tensor, or one that bias_gradient.py sums.
+    """
     q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
     k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
     v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
@@ -562,6 +608,14 @@ def bwd_dq_kernel(
     minus_lse = tl.load(minus_lse_ptr + lse_delta + rows)[:, None]
     minus_delta = tl.load(minus_delta_ptr + lse_delta + rows)[:, None]
 
+    if bias_ptr is not None:
+        bias_rows = bias_pointers(
+            bias_ptr, bias_stride_b, bias_stride_h, bias_stride_s, batch_idx, head, rows, length_q,
+            BIAS_UNIT,
+        )[:, None]  # fmt: skip
+    if dbias_ptr is not None:
+        dbias_head = dbias_ptr + batch_idx * dbias_stride_b + head * dbias_stride_h
+        dbias_tile = dbias_head + (rows.to(tl.int64) * seqlen_k)[:, None]
     k_step = tl.cast(k_stride_s, tl.int64)
     v_step = tl.cast(v_stride_s, tl.int64)
     dq = zero_parts(BLOCK_M, columns)
@@ -577,7 +631,16 @@ def bwd_dq_kernel(
                 v_pointers, first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V,
                 MASKED and TAIL,
             )  # fmt: skip
-            p, slope = _probabilities(q, k, minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
+            term = minus_lse
+            if ALIBI != 0:
+                term = alibi_on_minus_lse(
+                    minus_lse, minus_lse_unit, slopes_ptr, slopes_stride_b, batch_idx, head,
+                    rows[:, None], first_key + keys[None, :], diagonal, first_key, ALIBI,
+                )  # fmt: skip
+            if bias_ptr is not None:
+                bias = load_bias(bias_rows + first_key, keys[None, :], num_keys, MASKED and TAIL)
+                term = term + bias.to(tl.float32) * minus_lse_unit
+            p, slope = _probabilities(q, k, term, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
             if MASKED:
                 reach = diagonal - first_key
                 seen = visible(
@@ -594,6 +657,11 @@ def bwd_dq_kernel(
             dp = dot_rows(dout, v, tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
             ds = p * dp * slope
             dq = dot_columns(ds.to(k[0].dtype), k, dq)
+            if dbias_ptr is not None:
+                store_tile(
+                    dbias_tile + (first_key + keys)[None, :], p * dp, rows, length_q, keys,
+                    num_keys, MASKED and TAIL,
+                )  # fmt: skip
 
     dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
     dq_pointers = tile_pointers(dq_tile, row_offsets, columns, dq_stride_s)

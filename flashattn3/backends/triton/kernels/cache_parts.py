@@ -13,10 +13,9 @@ part as much in either tile: with few rows it is read as long as many rows compu
 import triton
 import triton.language as tl
 
-from .common import round_down, store_tile
-from .forward import LN2
+from .common import LN2, LOG2E, round_down, store_tile
+from .score_terms import with_sink
 
-LOG2E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(128)  # sequences in one step of the prefix sum
 # Units of a part that was not asked for, at least: shorter ones cost more than idle SMs.
 MIN_UNITS = tl.constexpr(2)
@@ -202,17 +201,6 @@ def m_block_at(index, queries, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, RIGHT
     if RIGHT:
         m_block = tl.cdiv(queries * GROUP, BLOCK_M) - 1 - index
     return m_block
-
-
-@triton.jit
-def with_sink(acc_scale, row_max, row_sum, sink):
-    """Add a logit (natural log) to a row: the factor of its accumulator, its maximum, its sum."""
-    sink_log2 = sink.to(tl.float32) * LOG2E
-    new_max = tl.maximum(row_max, sink_log2)
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    decay = tl.math.exp2(row_max - reference)
-    row_sum = row_sum * decay + tl.math.exp2(sink_log2 - reference)
-    return acc_scale * decay, new_max, row_sum
 
 
 @triton.jit(

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 FULL = tl.constexpr(1)  # the stage of full blocks, see stage_range
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -137,10 +139,11 @@ def round_up(x, multiple: tl.constexpr):
 def stage_range(edges, stage: tl.constexpr):
     """Begin and end of one of the three stages of a loop over blocks, whose four edges
     ``n_block_range`` or ``m_block_range`` gives: partial blocks, FULL ones, partial blocks.
+    ``alibi_edges`` gives six of five stages, of which the first and the last are partial.
 
     Only partial blocks need a mask. A kernel unrolls the stages that it can have.
     """
-    return edges[stage], tl.minimum(edges[stage + 1], edges[3])
+    return edges[stage], tl.minimum(edges[stage + 1], edges[len(edges) - 1])
 
 
 @triton.jit

@@ -13,9 +13,10 @@ right for other lengths.
 import triton
 import triton.language as tl
 
-from .cache_parts import find_work, key_lengths, keys_of_part, m_block_at, query_span, with_sink
+from .cache_parts import find_work, key_lengths, keys_of_part, m_block_at, query_span
 from .common import (
     FULL,
+    LN2,
     n_block_range,
     round_down,
     stage_range,
@@ -25,7 +26,7 @@ from .common import (
     tile_offsets,
     visible,
 )
-from .forward import LN2
+from .score_terms import with_sink
 
 # Layout of the scheduler metadata, as in flashattn3/call/scheduler_metadata.py.
 HEADER = tl.constexpr(2)

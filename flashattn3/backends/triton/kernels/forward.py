@@ -28,7 +28,8 @@ from .column_parts import (
     zero_parts,
 )
 from .common import (
-    FULL,
+    LN2,
+    LOG2E,
     load_tile,
     n_block_range,
     sequence,
@@ -41,8 +42,17 @@ from .common import (
     visible,
 )
 from .fp8 import SMALLEST_RATIO, as_float16, as_operand, descale_of
-
-LN2 = tl.constexpr(0.6931471805599453)
+from .score_terms import (
+    BOTH_SIDES,
+    add_alibi,
+    alibi_edges,
+    alibi_shift,
+    bias_pointers,
+    load_bias,
+    load_slope,
+    store_max_logit,
+    with_sink,
+)
 
 
 @triton.jit(
@@ -83,10 +93,14 @@ def forward_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    max_logit_ptr,
     cu_seqlens_q,
     cu_seqlens_k,
     seqused_q,
     seqused_k,
+    sinks_ptr,
+    slopes_ptr,
+    bias_ptr,
     q_descale,
     k_descale,
     v_descale,
@@ -136,6 +150,10 @@ def forward_kernel(
     v_scale_group,
     v_block,
     num_v_blocks,
+    slopes_stride_b,
+    bias_stride_b,
+    bias_stride_h,
+    bias_stride_s,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -159,6 +177,8 @@ def forward_kernel(
     TAIL: tl.constexpr,
     FP8: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS_UNIT: tl.constexpr,
 ):
     """out and lse of one work tile of one head. Grid: num_m_blocks * num_splits * num_heads *
     batch.
@@ -170,6 +190,7 @@ def forward_kernel(
     scale_log2 >= 0 (for a negative scale q is negated): with SOFTCAP it is the factor inside tanh.
     FP8: v is e4m3 as bytes, q and k are e4m3 bytes or int8, with descales as in ``descale_of``; an
     n_block lies within one descale block. scale_log2 may be negative.
+    ALIBI, BIAS_UNIT: as in score_terms.py. max_logit_ptr: a float32 for each head, -inf at first.
     """
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -244,14 +265,33 @@ def forward_kernel(
     # With SOFTCAP the scores are in the log2 domain before the maximum; else the scale is folded
     # into the argument of exp2. FP8 multiplies each n_block by its own factor.
     factor = 1.0 if SOFTCAP or FP8 else scale_log2
+    NATURAL: tl.constexpr = ALIBI != 0 or bias_ptr is not None
+    if NATURAL:
+        factor = LOG2E
+        if SOFTCAP:
+            cap_log2 *= LN2
+        elif FP8:
+            row_factor *= LN2
+        else:
+            scale_log2 *= LN2
+    if ALIBI != 0:
+        slope = load_slope(slopes_ptr, slopes_stride_b, batch_idx, head)
+    if bias_ptr is not None:
+        bias_rows = bias_pointers(
+            bias_ptr, bias_stride_b, bias_stride_h, bias_stride_s, batch_idx, head, rows, length_q,
+            BIAS_UNIT,
+        )[:, None]  # fmt: skip
     acc = zero_parts(BLOCK_M, columns_v)
     # With slices each column of row_sum is the sum of every eighth key: each thread sums its own
     # probabilities, and the threads of a row are reduced once, after the loop.
     row_sum = tl.zeros((BLOCK_M, 8) if SLICED else (BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     edges = (begin, full_begin, full_end, end)
-    for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL else 2):
-        MASKED = stage != FULL
+    if ALIBI == BOTH_SIDES:
+        edges = alibi_edges(edges, first_row, last_row, diagonal, BLOCK_N)
+    LAST: tl.constexpr = 4 if ALIBI == BOTH_SIDES else 2
+    for stage in tl.static_range(0 if LEFT else 1, LAST + 1 if RIGHT or TAIL else LAST):
+        MASKED = stage == 0 or stage == LAST
         stage_begin, stage_end = stage_range(edges, stage)
         for first_key in range(stage_begin, stage_end, BLOCK_N):
             scores = ()
@@ -276,6 +316,19 @@ def forward_kernel(
                 if SOFTCAP:
                     scaled = s if FP8 else s * scale_log2
                     s = cap_log2 * tanh_exp2(scaled, SOFTCAP)
+                elif NATURAL and not FP8:
+                    s = s * scale_log2
+                if ALIBI != 0:
+                    offset = diagonal - first_key
+                    s = add_alibi(s, slope, rows, keys + slice_key, offset, stage, ALIBI)
+                if bias_ptr is not None:
+                    bias = load_bias(
+                        bias_rows + (first_key + slice_key),
+                        keys[None, :],
+                        num_keys,
+                        MASKED and TAIL,
+                    )
+                    s += bias.to(tl.float32)
                 if MASKED:
                     seen = visible(
                         rows[:, None],
@@ -292,14 +345,21 @@ def forward_kernel(
             block_max = scores[0]
             for i in tl.static_range(1, BLOCK_N // SLICE_N):
                 block_max = tl.maximum(block_max, scores[i])
-            new_max = tl.maximum(row_max, tl.max(block_max, 1) * factor)
+            largest = tl.max(block_max, 1) * factor
+            if ALIBI != 0:
+                shift = alibi_shift(slope, rows, diagonal - first_key, stage, ALIBI)
+                largest += shift
+            new_max = tl.maximum(row_max, largest)
             reference = new_max
-            if MASKED:
+            if MASKED or bias_ptr is not None:
                 # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
                 reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+            subtracted = reference
+            if ALIBI != 0:
+                subtracted = reference - shift
             probabilities = ()
             for i in tl.static_range(BLOCK_N // SLICE_N):
-                probabilities += (tl.math.exp2(scores[i] * factor - reference[:, None]),)
+                probabilities += (tl.math.exp2(scores[i] * factor - subtracted[:, None]),)
             decay = tl.math.exp2(row_max - reference)
             if SLICED:
                 row_sum = row_sum * decay[:, None]
@@ -333,9 +393,20 @@ def forward_kernel(
 
     if SLICED:
         row_sum = tl.sum(row_sum, 1)
+    if max_logit_ptr is not None:
+        store_max_logit(max_logit_ptr, head, row_max, rows, length_q)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        if SPLIT:  # the first split has it
+            sink = tl.where(split == 0, sink, float("-inf"))
+        ones = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+        sink_decay, row_max, row_sum = with_sink(ones, row_max, row_sum, sink)
     empty = row_sum == 0.0
     lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
-    acc = scale_parts(acc, tl.where(empty, 1.0, 1.0 / row_sum)[:, None])
+    acc_scale = tl.where(empty, 1.0, 1.0 / row_sum)
+    if sinks_ptr is not None:
+        acc_scale *= sink_decay
+    acc = scale_parts(acc, acc_scale[:, None])
     if FP8:
         acc = scale_parts(acc, v_unit)
     lse_rows = (
@@ -404,9 +475,11 @@ def combine_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Combine the splits of a forward: out = sum over p of exp(lse_p - lse) * out_p.
 
+    SINKS: lse of the first split, which has the sink, may be +inf.
     out and each part of out_parts share their strides; lse is (batch, heads, rows), contiguous.
     Grid: num_m_blocks * num_heads * batch.
     """
@@ -446,6 +519,9 @@ def combine_kernel(
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weight = tl.exp(lse - reference)
         decay = tl.exp(largest - reference)
+        if SINKS:
+            weight = tl.where(lse == float("inf"), 1.0, weight)
+            decay = tl.where(largest == float("inf"), 1.0, decay)
         acc = acc * decay[:, None] + part * weight[:, None]
         total = total * decay + weight
         largest = new_largest
