@@ -30,6 +30,7 @@ from flashattn3_bench.checking import (
     check_lse,
     gradient_rounding,
     gradients,
+    max_logit,
     out_rounding,
     score_floor,
     score_rounding,
@@ -163,9 +164,10 @@ BACKEND_DTYPES = [
 ]
 
 
-def forward_holds(case, tensors, backend: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a case, hold out and lse to the tolerance rule against float64, and return them."""
-    out, lse = call(case, tensors, return_lse=True, backend=backend, **options)
+def forward_holds(case, tensors, backend: str, **options) -> tuple[torch.Tensor, ...]:
+    """Run a case, hold out, lse and max_logit, if it is asked for, to the tolerance rule against
+    float64, and return out and lse."""
+    out, lse, *largest = call(case, tensors, return_lse=True, backend=backend, **options)
     reference, reference_lse = attention(tensors, **case.reference_options())
     baseline, _ = attention(tensors, **case.reference_options(), dtype=tensors.q.dtype)
     assert out.dtype == tensors.q.dtype
@@ -178,11 +180,16 @@ def forward_holds(case, tensors, backend: str, **options) -> tuple[torch.Tensor,
     check("out", out, reference, baseline, FORWARD_FACTOR, case, backend, floor, rounding)
     moved = score_rounding(tensors, unit=torch.finfo(lse.dtype).eps, **case.reference_options())
     check_lse(lse, reference_lse, case, backend, moved=moved)
+    for found in largest:
+        axes = (0, 2) if moved.ndim == 3 else (1,)
+        moved = moved.nan_to_num().amax(axes) if moved.numel() else torch.zeros_like(found)
+        wanted = max_logit(tensors, **case.reference_options())
+        check_lse(found, wanted, f"max_logit of {case}", backend, moved=moved)
     return out, lse
 
 
 def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
-    """Hold dq, dk and dv to the tolerance rule against float64."""
+    """Hold the gradients of q, k, v, sinks and bias to the tolerance rule against float64."""
     reference = gradients(tensors, dout, dlse, **case.reference_options())
     baseline = gradients(tensors, dout, dlse, **case.reference_options(), dtype=tensors.q.dtype)
     dtype = tensors.q.dtype
@@ -190,9 +197,12 @@ def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
     def roundings():
         return gradient_rounding(tensors, dout, dlse, dtype, **case.reference_options())
 
-    for i, name in enumerate(("dq", "dk", "dv")):
-        assert got[i].dtype == dtype
-        values = got[i], reference[i], baseline[i]
+    names = ("q", "k", "v", "sinks", "bias")[: len(reference)]
+    places = [i for i, name in enumerate(names) if getattr(tensors, name) is not None]
+    for i, found in zip(places, got, strict=True):
+        of, name = getattr(tensors, names[i]), f"d{names[i]}"
+        assert (found.dtype, found.shape) == (of.dtype, of.shape)
+        values = found, reference[i], baseline[i]
         check(name, *values, GRADIENT_FACTOR, case, backend, rounding=lambda i=i: roundings()[i])
 
 

@@ -68,7 +68,7 @@ def test_opcheck_backward(name, backend, with_dlse, device):
     dlse = torch.randn_like(lse) if with_dlse else None
     torch.library.opcheck(
         torch.ops.flashattn3.backward.default,
-        (torch.randn_like(out), dlse, out, lse, *tensors, *options),
+        (torch.randn_like(out), dlse, out, lse, *operator_arguments(tensors, options)),
     )
 
 

@@ -14,7 +14,7 @@ from .cases import (
     Case,
     call,
 )
-from .fp64_reference import attention, gradients
+from .fp64_reference import attention, gradients, max_logit
 from .inputs import make_inputs, make_output_gradients
 from .rounding import (
     E4M3_TRUNCATION,
@@ -67,6 +67,7 @@ __all__ = [
     "gradients",
     "make_inputs",
     "make_output_gradients",
+    "max_logit",
     "out_rounding",
     "score_floor",
     "score_rounding",

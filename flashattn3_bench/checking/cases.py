@@ -28,6 +28,11 @@ class Case:
         the default scale).
     softmax_scale: None for head_dim ** -0.5. window: (left, right), -1 open. The rest as in the
         interface.
+    sinks: "" none, "normal" in float32, "own" in q's dtype, "mixed" float32, of which by turns one
+        lies far above all scores, one far below, one is -inf and one is normal.
+    slopes: "" none, "heads" one for each head, "batch" one for each sequence and head.
+    bias: "" none, "full", "rows" the same for the batch, "heads" the same for all heads, "shared"
+        the same for both.
     """
 
     name: str
@@ -50,6 +55,9 @@ class Case:
     layout: str = "bshd"
     distribution: str = "normal"
     num_splits: int = 0
+    sinks: str = ""
+    slopes: str = ""
+    bias: str = ""
 
     @property
     def id(self) -> str:
@@ -93,13 +101,13 @@ class Case:
 
 def call(case: Case, tensors: Tensors, **more: Any) -> Tensor | tuple[Tensor, Tensor]:
     """The case through the public interface; ``more`` adds or replaces arguments."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *descales = tensors
-    names = ("q_descale", "k_descale", "v_descale")  # where tensors has them (``Given``)
-    options = {**case.options(), **dict(zip(names, descales, strict=False)), **more}
+    q, k, v, *rest = tensors
+    given = dict(zip(tensors._fields[3:], rest, strict=True))  # descales too: tests have ``Given``
     if not case.varlen:
-        return flash_attn_func(q, k, v, **options)
-    lengths = cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k, seqused_q, seqused_k
-    return flash_attn_varlen_func(q, k, v, *lengths, **options)
+        given = {name: x for name, x in given.items() if x is not None}
+        return flash_attn_func(q, k, v, **{**case.options(), **given, **more})
+    longest = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    return flash_attn_varlen_func(q, k, v, **{**case.options(), **given, **longest, **more})
 
 
 def dense(

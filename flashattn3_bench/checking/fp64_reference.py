@@ -110,7 +110,8 @@ def gradients(
         given_out, given_lse = dout[rows].to(out.dtype), torch.zeros_like(lse)
         if dlse is not None:
             given_lse += dlse.transpose(-1, -2)[rows]
-        found = torch.autograd.grad((out, lse), leaves, (given_out, given_lse))
+        given = given_out, given_lse
+        found = torch.autograd.grad((out, lse), leaves, given, materialize_grads=True)
         for total, place, gradient in zip(sums, places, found, strict=True):
             total[place] += gradient
     found = [total.to(dtype) for total in sums]
@@ -160,7 +161,7 @@ def _one_head(
     options = softmax_scale, window_left, window_right, softcap
     scores, blind = scores_of_head(q, k, *options, added)
     of_blind = scores.new_full((1,), -math.inf, dtype=_wide(q.dtype))
-    if added.sink is not None:
+    if added.sink is not None and added.sink.isfinite():  # -inf is no sink
         of_blind = added.sink.to(of_blind.dtype)
         column = added.sink.to(scores.dtype).expand(scores.shape[0], 1)
         scores = torch.cat((scores, column), dim=1)
@@ -191,7 +192,8 @@ def scores_of_head(
     i, j = torch.arange(sq, device=q.device), torch.arange(sk, device=q.device)
     distance = j - (i + sk - sq).unsqueeze(1)
     if added.slope is not None:
-        scores = scores - (added.slope * distance.abs()).to(scores.dtype)
+        slope = added.slope.to(_wide(scores.dtype))
+        scores = scores - (slope * distance.abs()).to(scores.dtype)
     if added.bias is not None:
         scores = scores + added.bias.to(scores.dtype)
     hidden = torch.zeros_like(distance, dtype=torch.bool)

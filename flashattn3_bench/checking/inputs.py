@@ -22,6 +22,7 @@ _OUTLIER_RATE, _OUTLIER_STD = 0.001, 10.0
 _SHIFT_STD = 2.0
 _HUGE = 2.0**110  # with room for the sums of a gradient
 _DOMINANT_RATE, _DOMINANT = 0.02, 3.9
+_FAR = 40.0  # of a sink from normal scores: exp(40) times the sum of a row
 INT8_STEPS = 32  # to one: int8 ends at four standard deviations
 # In each byte of 8 bits: a NaN of e4m3, and int8's largest number, as int8 has no NaN.
 _ODD_BYTE = 0x7F
@@ -62,7 +63,43 @@ def make_inputs(
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     lengths = map(_offsets, (case.seqlens_q, case.seqlens_k))
     lengths = (*lengths, case.seqused_q, case.seqused_k)
-    return Tensors(q, k, v, *(_int32(x, device) for x in lengths))
+    scores = [
+        None if x is None else x.to(device).requires_grad_(requires_grad and name != "alibi_slopes")
+        for name, x in _of_scores(case, dtype, generator).items()
+    ]
+    return Tensors(q, k, v, *(_int32(x, device) for x in lengths), *scores)
+
+
+def _of_scores(
+    case: Case, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Tensor | None]:
+    """Sinks, slopes and the bias of a case, surrounded by NaN."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    given: dict[str, Tensor | None] = dict.fromkeys(Tensors._fields[-3:])
+    own = torch.bfloat16 if dtype in EIGHT_BIT else dtype
+    heads, batch = case.num_heads_q, case.batch
+    if case.sinks:
+        sinks = normal(heads)
+        if case.sinks == "mixed":
+            sinks[0::4], sinks[1::4], sinks[2::4] = _FAR, -_FAR, -math.inf
+        given["sinks"] = sinks.to(own if case.sinks == "own" else torch.float32)
+    if case.slopes:
+        slopes = normal(*((batch, heads) if case.slopes == "batch" else (heads,))).abs()
+        given["alibi_slopes"] = slopes.float()
+    if case.bias:
+        of = {"full": (batch, heads), "rows": (1, heads), "heads": (batch, 1), "shared": (1, 1)}
+        given["bias"] = normal(*of[case.bias], case.seqlen_q, case.seqlen_k).to(own)
+    return {name: x if x is None else _guarded(x) for name, x in given.items()}
+
+
+def _guarded(values: Tensor) -> Tensor:
+    """A contiguous copy, surrounded by NaN."""
+    size = values.numel()
+    home = _nan(values, size + 2 * _GUARD)[_GUARD : _GUARD + size]
+    return home.view(values.shape).copy_(values)
 
 
 def make_output_gradients(case: Case, tensors: Tensors, seed: int = 1) -> tuple[Tensor, Tensor]:

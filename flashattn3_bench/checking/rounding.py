@@ -64,12 +64,14 @@ def gradient_rounding(
     *,
     softmax_scale: float,
     **options: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of dq, dk and dv: P, dS and the results are rounded to dtype, and so are P and out of the
-    forward, from which delta is computed. With softcap, 1 - tanh^2 has the absolute error of a
-    tanh in float32. The other arguments are those of ``gradients``."""
+) -> tuple[Tensor | None, ...]:
+    """Of what ``gradients`` returns: P, dS and the results are rounded to dtype, and so are P and
+    out of the forward, from which delta is computed. With softcap, 1 - tanh^2 has the absolute
+    error of a tanh in float32. The other arguments are those of ``gradients``."""
     inputs = [x.detach().double() for x in tensors[:3]]
     of_dq, of_dk, of_dv = moments = [_Moments(x) for x in inputs]
+    sinks, bias = (None if x is None else x.detach().double() for x in (tensors[7], tensors[9]))
+    of_dsinks, of_dbias = (None if x is None else _Moments(x) for x in (sinks, bias))
     dout = dout.double()
     given = 0.0 * dout[..., 0] if dlse is None else dlse.double().transpose(-1, -2)
     for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
@@ -85,13 +87,28 @@ def gradient_rounding(
         of_dq.result[rows] += ds @ k
         of_dk.result[keys] += ds.T @ q
         of_dv.result[keys] += p.T @ do
+        head, entry = rows[-1], rows[0] if len(rows) == 3 else 0
+        p_sink, of_scores = 1.0 - p.sum(1, keepdim=True), p * (dp - delta)
+        if of_dsinks is not None:
+            of_dsinks.result[head] -= (p_sink * delta).sum()
+        if of_dbias is not None:
+            place = entry % bias.shape[0], head % bias.shape[1]
+            of_dbias.result[place] += of_scores
+        rounded = p
         p, ds = _magnitude(p, dtype), _magnitude(ds, dtype)
         for power in POWERS:
-            of_delta = power(do * out).sum(1, keepdim=True) + power(p * dp).sum(1, keepdim=True)
+            of_delta = power(do * out).sum(1, keepdim=True) + power(rounded * dp).sum(1, True)
+            if of_dsinks is not None:
+                of_dsinks.sums[power][head] += (of_delta * power(p_sink)).sum()
+            if of_dbias is not None:
+                of_dbias.sums[power][place] += power(of_scores) + of_delta * power(rounded)
             of_dq.sums[power][rows] += power(ds) @ power(k) + of_delta * power(by_delta @ k)
             of_dk.sums[power][keys] += (power(ds) + of_delta * power(by_delta)).T @ power(q)
             of_dv.sums[power][keys] += power(p).T @ power(do)
-    return tuple(x.bound(dtype) for x in moments)
+    found = [x.bound(dtype) for x in moments]
+    if all(x is None for x in tensors[7:10]):
+        return tuple(found)
+    return (*found, *(x if x is None else x.bound(dtype) for x in (of_dsinks, of_dbias)))
 
 
 def score_rounding(tensors: Tensors, *, softmax_scale: float, unit: float, **_: float) -> Tensor:
@@ -146,7 +163,7 @@ def _probabilities(
     if softcap:
         capped, _ = scores_of_head(q, k, *options)
         tanh = torch.where(scores.isfinite(), capped / softcap, 0.0)
-    if added.sink is not None:
+    if added.sink is not None and added.sink.isfinite():
         column = added.sink.to(scores).expand(scores.shape[0], 1)
         scores = torch.cat((scores, column), 1)
     p = torch.softmax(scores, 1)[:, : k.shape[0]]

@@ -19,6 +19,7 @@ DISTRIBUTIONS = (
 FP8_DISTRIBUTIONS = (
     "normal", "monotone", "outlier", "constant", "zero", "zero-blocks", "dominant",
 )  # fmt: skip
+SCORE_DISTRIBUTIONS = ("normal", "outlier", "constant", "zero", "zero-blocks")
 V_FACTORS = (1.0, 1.0, 1.0, 2.0**-60, 2.0**60, -1.0)
 SOFTCAPS = (0.0, 0.0, 0.0, 0.0, 10.0, 0.5, 1e-3, 1e4, 1e8, 1e39)
 
@@ -57,6 +58,22 @@ def random_cases(
     used = {"seqused_q": draw(_used(seqlens_q)), "seqused_k": draw(_used(seqlens_k))}
     tail_rows = draw(st.sampled_from((0, 0, 5)))
     return varlen("random", seqlens_q, seqlens_k, tail_rows=tail_rows, **used, **shape, **options)
+
+
+@st.composite
+def random_score_cases(
+    draw: st.DrawFn, max_seqlen: int = 200, head_dims: tuple[int, ...] | range = range(8, 129)
+) -> Case:
+    """Those of ``random_cases`` with sinks, slopes and a bias."""
+    case = draw(random_cases(max_seqlen, head_dims))
+    biases = ("", "full", "rows", "heads", "shared")
+    return replace(
+        case,
+        distribution=draw(st.sampled_from(SCORE_DISTRIBUTIONS)),
+        sinks=draw(st.sampled_from(("", "normal", "own", "mixed"))),
+        slopes=draw(st.sampled_from(("", "heads", "batch"))),
+        bias=draw(st.just("") if case.varlen else st.sampled_from(biases)),
+    )
 
 
 class Fp8Problem(NamedTuple):

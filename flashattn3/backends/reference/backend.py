@@ -307,7 +307,7 @@ def _together(
     """Layout of sequences of one length: a view of the packed tensors if they are contiguous."""
     starts = [begins[batch_idx] for batch_idx in batch_indices]
     batch, first = len(starts), starts[0]
-    if starts == list(range(first, first + batch * seqlen, seqlen)):
+    if starts == [first + index * seqlen for index in range(batch)] or seqlen == 0:
         rows = slice(first, first + batch * seqlen)
     else:
         rows = torch.tensor(starts, device=device).unsqueeze(1)
