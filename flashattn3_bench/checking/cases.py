@@ -102,9 +102,9 @@ class Case:
 def call(case: Case, tensors: Tensors, **more: Any) -> Tensor | tuple[Tensor, Tensor]:
     """The case through the public interface; ``more`` adds or replaces arguments."""
     q, k, v, *rest = tensors
-    given = dict(zip(tensors._fields[3:], rest, strict=True))  # descales too: tests have ``Given``
+    named = zip(tensors._fields[3:], rest, strict=True)  # with descales where tests pass ``Given``
+    given = {name: x for name, x in named if x is not None}
     if not case.varlen:
-        given = {name: x for name, x in given.items() if x is not None}
         return flash_attn_func(q, k, v, **{**case.options(), **given, **more})
     longest = {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
     return flash_attn_varlen_func(q, k, v, **{**case.options(), **given, **longest, **more})

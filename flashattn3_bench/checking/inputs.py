@@ -78,7 +78,7 @@ def _of_scores(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    given: dict[str, Tensor | None] = dict.fromkeys(Tensors._fields[-3:])
+    given: dict[str, Tensor | None] = dict.fromkeys(("sinks", "alibi_slopes", "bias"))
     own = torch.bfloat16 if dtype in EIGHT_BIT else dtype
     heads, batch = case.num_heads_q, case.batch
     if case.sinks:

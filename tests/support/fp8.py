@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -22,22 +22,9 @@ FORMS = ("raw", "head", "block", "scaled", "rotated", "int8 block", "int8 rotate
 BLOCKS = {"q": 64, "k": 128, "v": 64}
 
 
-class Given(NamedTuple):
-    """The tensors of a call as its caller passes them, descales beside the others."""
-
-    q: Tensor | BlockScaled
-    k: Tensor | BlockScaled
-    v: Tensor | BlockScaled
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    bias: Tensor | None = None
-    q_descale: Tensor | None = None
-    k_descale: Tensor | None = None
-    v_descale: Tensor | None = None
+# The tensors of a call as its caller passes them, descales beside the others.
+DESCALES = ("q_descale", "k_descale", "v_descale")
+Given = namedtuple("Given", (*Tensors._fields, *DESCALES), defaults=(None,) * len(Tensors._fields))
 
 
 def make_fp8_inputs(
