@@ -127,16 +127,33 @@ def test_packed_calls_return_three_values_too():
         assert lse.numel() == of.numel() and probabilities is None
 
 
+def test_slopes():
+    """ALiBi, in a call with gradients and in its two passes."""
+    from flash_attn import flash_attn_func
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+    q, k, v = (torch.randn(2, 6, 2, 8, requires_grad=True) for _ in range(3))
+    slopes, options = torch.tensor([0.5, 0.1]), (0.0, None, True, -1, -1, 0.0)
+    out = flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+    wanted = own_func(q, k, v, causal=True, alibi_slopes=slopes)
+    assert torch.equal(out, wanted) and not torch.equal(out, own_func(q, k, v, causal=True))
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        found, lse, *_ = _flash_attn_forward(q, k, v, *options, slopes, False)
+        results = [torch.empty_like(x) for x in (q, k, v)]
+        _flash_attn_backward(dout, q, k, v, found, lse, *results, *options, slopes, False)
+    assert torch.equal(found, out) and all(map(torch.equal, results, gradients))
+
+
 def test_what_is_refused():
     from flash_attn import flash_attn_func
-    from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(UnsupportedError, match=r"flash_attn_func: dropout_p must be 0, got 0\.1"):
         flash_attn_func(q, q, q, 0.1)
     options = 0.0, None, True, -1, -1, 0.0
-    with pytest.raises(UnsupportedError, match="alibi_slopes must be None"):
-        _flash_attn_forward(q, q, q, *options, torch.ones(2), False)
     edges = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="leftpad_k must be None without block_table"):
         _flash_attn_varlen_forward(*(q[0],) * 3, edges, edges, 4, 4, *options, leftpad_k=edges[:1])

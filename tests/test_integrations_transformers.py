@@ -756,7 +756,15 @@ def test_attention_dropout_in_training():
         model.train()(tokens())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int32])
+def test_additive_masks():
+    """A floating mask of four axes is a bias."""
+    models = pair(configured("Llama"))
+    mask = torch.randn(2, 1, ROWS, ROWS).masked_fill(torch.ones(ROWS, ROWS).tril() == 0, -torch.inf)
+    found, wanted = (model(tokens(), attention_mask=mask).logits for model in models)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
 def test_four_dimensional_masks(dtype):
     model = pair(configured("Llama"))[0]
     mask = torch.ones(2, 1, ROWS, ROWS).tril().to(dtype)
@@ -767,21 +775,31 @@ def test_four_dimensional_masks(dtype):
 @pytest.mark.skipif(NEW, reason="transformers 5 asks the mask function")
 @pytest.mark.parametrize("side", [None, "right"])
 def test_additive_masks_of_bart(side):
-    model = pair(transformers.BartConfig(**SEQ2SEQ), "AutoModelForSeq2SeqLM")[0]
-    mask = None if side is None else padded(side)
-    with pytest.raises(UnsupportedError, match="additive and 4-dimensional masks; use attn_impl"):
-        model(tokens(), attention_mask=mask, decoder_input_ids=tokens(rows=11))
+    models = pair(transformers.BartConfig(**SEQ2SEQ), "AutoModelForSeq2SeqLM")
+    given = {"attention_mask": None if side is None else padded(side)}
+    given["decoder_input_ids"] = tokens(rows=11)
+    found, wanted = (model(tokens(), **given).logits for model in models)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_position_bias():
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_position_bias(side):
+    """T5, with padding, and the gradient of its table of biases."""
     config = transformers.T5Config(
-        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0
     )
     if RELEASE < (5, 15):
         pytest.skip("T5 before transformers 5.15 has no attention interface")
-    model = pair(config, "AutoModelForSeq2SeqLM")[0]
-    with pytest.raises(UnsupportedError, match="position_bias must be None"):
-        model(tokens(), decoder_input_ids=tokens())
+    results = []
+    for model in pair(config, "AutoModelForSeq2SeqLM"):
+        mask = None if side is None else padded(side)
+        given = {"attention_mask": mask, "decoder_input_ids": tokens(rows=11)}
+        logits = model(tokens(), **given).logits
+        logits.square().mean().backward()
+        biases = [x.grad for name, x in model.named_parameters() if "relative" in name]
+        results.append([logits, *biases])
+    assert len(biases) == 2 and biases[0].any()
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["output_attentions", "cache", "head_mask"])

@@ -1,8 +1,8 @@
 """Code written for FlashAttention-2 finds flashattn3 under that package's module names.
 
 The functions have the names, the order of arguments, the defaults and the results of its release
-``VERSION``. Dropout and ALiBi are refused. ``_flash_attn_forward`` and its like, which code for
-ring attention and context parallelism calls, are ``flash_attn_forward`` and
+``VERSION``. Dropout is refused, and in cached calls ALiBi. ``_flash_attn_forward`` and its like,
+which code for ring attention and context parallelism calls, are ``flash_attn_forward`` and
 ``flash_attn_backward``: S_dmask is None, and so is the softmax_d that the backward returns. Called
 with window_size, as releases up to 2.6 had it, the forward returns their eight values.
 """
@@ -296,7 +296,7 @@ def _flash_attn_varlen_backward(
 
 
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes) -> dict:
-    """By flashattn3's names; its functions refuse dropout and slopes."""
+    """By flashattn3's names; its functions refuse dropout."""
     return {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,

@@ -183,6 +183,32 @@ class Segments(NamedTuple):
         keys = _flattened((zero, begin, end), lengths[1])
         return Segments(self.causal, self.left, queries, keys, self.in_chunks, lengths=lengths)
 
+    def hidden_in(self, bias: Tensor, batch: int) -> Tensor:
+        """A bias of the scores (batch or 1, ·, seqlen_q, seqlen_k), with -inf where a query does
+        not see a key."""
+        queries, keys = (torch.arange(n, device=bias.device) for n in bias.shape[2:])
+        rows = torch.arange(batch, device=bias.device)[:, None]
+        if self.cu_seqlens_q is None:
+            after_query, after_key = bias.shape[2] - queries[None], bias.shape[3] - keys[None]
+            seen = torch.ones((1, *bias.shape[2:]), dtype=torch.bool, device=bias.device)
+        else:
+            segments, to_end = [], []
+            for tokens, edges in ((queries, self.cu_seqlens_q), (keys, self.cu_seqlens_k)):
+                place = (rows * len(tokens) + tokens).int()
+                segment = torch.searchsorted(edges[1:], place, right=True, out_int32=True)
+                segments.append(segment)
+                to_end.append(edges[1:][segment.long()] - place)
+            after_query, after_key = to_end
+            seen = segments[0][:, :, None] == segments[1][:, None]
+        distance = after_key[:, None] - after_query[:, :, None]  # of a key before its query
+        if self.causal:
+            seen = seen & (distance >= 0)
+        if self.left >= 0:
+            seen = seen & (distance <= self.left)
+            if not self.causal:
+                seen = seen & (distance >= -self.left)
+        return bias.masked_fill(~seen[:, None], -torch.inf)
+
     def cut_at(
         self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, lengths: tuple
     ) -> Segments:

@@ -76,6 +76,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -88,7 +89,8 @@ def attention(
         key, value: (batch, heads_kv, seqlen_k, ·); value's head_dim may differ.
         attention_mask: from ``mask``, or None: then attention is causal where is_causal says so, as
             in transformers' sdpa and flash attention; eager attention shows all keys there. A model
-            that asks for its mask never differs in this.
+            that asks for its mask never differs in this. A floating one (batch or 1, heads or 1,
+            seqlen_q, seqlen_k), of a user or of Swin, is added to the scores and hides by -inf.
         sliding_window: w: a query sees the w - 1 keys before it, and after it where the mask is not
             causal. Where ``mask`` describes a window, that one counts.
         scaling: factor of the scores; None: head_dim ** -0.5.
@@ -98,6 +100,7 @@ def attention(
         position_ids: packed sequences are found by them where there is no attention_mask and no
             cache, in models that do not give them to the mask function (``WITHOUT_POSITIONS``).
         s_aux: (heads,), attention sinks: one more key per head with this score and no value.
+        position_bias: (batch or 1, heads or 1, seqlen_q, seqlen_k), added to the scores (T5).
         cu_seq_lens_q, cu_seq_lens_k: sequences packed into one row of the batch.
         others: arguments that change no number, and those that are refused.
 
@@ -116,6 +119,9 @@ def attention(
         _refuse(dropout, others)
     batch, _, length, _ = query.shape
     lengths = length, key.shape[2]
+    if attention_mask is not None and attention_mask.is_floating_point():
+        bias = attention_mask if position_bias is None else attention_mask + position_bias
+        return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         segments = Segments(causal, -1 if sliding_window is None else sliding_window - 1)
@@ -124,7 +130,7 @@ def attention(
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if attention_mask is None and segments.causal and 1 < length != lengths[1] and not is_packed:
         raise _not_asked(lengths, module)
-    if length == 1 and not is_packed:
+    if length == 1 and not is_packed and position_bias is None:
         out = _attend_to_cache(query, key, value, segments, scaling, softcap or 0.0, s_aux)
         if out is not None:
             return out, None
@@ -140,6 +146,9 @@ def attention(
             edges = edges_of_positions(position_ids, batch, length, module)
         if edges is not None:
             segments = segments._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
+    if position_bias is not None:
+        bias = segments.hidden_in(position_bias.to(query.dtype), batch)
+        return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux), None
     causal, left = segments.causal, segments.left
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k  # torch 2.8 traces no slice
     values = scaling, causal, left, 0 if causal else left, softcap or 0.0
@@ -190,14 +199,25 @@ def _attend(
         out = attend_like_before(*qkv, *values)
         if out is not None:
             return out
-    if compiling and is_compiled(*qkv):
-        result = call_operator(*qkv, *edges, values, s_aux is not None)
-    else:
-        scaling, causal, left, right, softcap = values
-        options = {"causal": causal, "window_size": (left, right), "softcap": softcap}
-        options |= {"softmax_scale": scaling, "return_lse": s_aux is not None}
-        result = flash_attn_bhsd_func(*qkv, *edges, **options)
-    return result if s_aux is None else _with_sinks(*result, s_aux)
+    if s_aux is None and compiling and is_compiled(*qkv):
+        return call_operator(*qkv, *edges, values, False)
+    scaling, causal, left, right, softcap = values
+    options = {"causal": causal, "window_size": (left, right), "softcap": softcap}
+    options |= {"softmax_scale": scaling, "sinks": _sinks(s_aux, qkv[0])}
+    return flash_attn_bhsd_func(*qkv, *edges, **options)
+
+
+def _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux) -> Tensor:
+    """The attention of all queries to all keys that the bias does not hide."""
+    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux, query)}
+    return flash_attn_bhsd_func(query, key, value, bias=bias.to(query.dtype), **options)
+
+
+def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
+    """Sinks in float32 or query's dtype."""
+    if s_aux is None or s_aux.dtype == query.dtype:
+        return s_aux
+    return s_aux.float()
 
 
 def _attend_to_cache(
@@ -280,24 +300,8 @@ def flash_attn_bhsd_func(
     """
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Add one key per head whose score is the sink and whose value is 0.
-
-    It changes the sum of a row from exp(lse) to exp(lse) + exp(sink), so out shrinks by
-    sigmoid(lse - sink). Exact, and differentiable through lse.
-
-    sinks: (heads,). out: (..., seqlen, heads, head_dim). lse: (..., heads, seqlen).
-    """
-    if sinks.shape != out.shape[-2:-1]:
-        wanted = f"({out.shape[-2]},), one sink per head"
-        raise value_error("transformers attention", "s_aux.shape", wanted, tuple(sinks.shape))
-    share = torch.sigmoid(lse.transpose(-1, -2) - sinks.float())
-    return (out * share.unsqueeze(-1)).to(out.dtype)
-
-
 # Arguments of some models that the attention here does not have → what to use instead.
 _REFUSED = {
-    "position_bias": "use attn_implementation='sdpa' for this model",
     "head_mask": "use attn_implementation='eager'",
     "output_attentions": "use attn_implementation='eager' to read the probabilities",
     "cache": "it is the paged cache of continuous batching: use attn_implementation='sdpa', or the "
