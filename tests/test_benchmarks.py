@@ -331,15 +331,35 @@ def test_quick_grid_writes_lines_table_and_figure(tmp_path, capsys):
     assert "geometric mean" in printed
 
 
-def test_quick_memory_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "memory", "--seqlen", "128", "--baselines", "naive") == 0
-    _, *records = lines(tmp_path / "memory.jsonl")
-    assert [r["provider"] for r in records] == [OURS, "naive"]
-    assert all(r["peak_bytes"] > 0 for r in records)
-    assert "peak memory" in capsys.readouterr().out
-
-
 REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 products
+# Suite → options, providers of each cell, number of cells, and what is printed.
+MEMORY = ("--seqlen", "128", "--baselines", "naive")
+D64 = ("--head-dim", "64", *REFERENCE)
+QUICK = {
+    "memory": (MEMORY, [OURS, "naive"], 1, "peak memory"),
+    "gqa": ((*D64, "--direction", "bwd"), [OURS, MHA, "math"], 2, "gqa bwd, all cells: mha"),
+    "deterministic": (D64, [DETERMINISTIC, OURS], 2, f"deterministic bwd, all cells: {OURS}"),
+    "captured": (D64, [CAPTURED, OURS], 4, f"captured bwd, all cells: {OURS}"),
+}
+
+
+@pytest.mark.parametrize("suite", QUICK)
+def test_quick_suites(suite, tmp_path, capsys):
+    options, providers, num_cells, printed = QUICK[suite]
+    assert bench(tmp_path, "--suite", suite, *options) == 0
+    _, *records = lines(tmp_path / f"{suite}.jsonl")
+    assert [r["provider"] for r in records] == providers * num_cells
+    assert printed in capsys.readouterr().out
+    ours, other, *_ = records
+    if suite == "memory":
+        assert all(r["peak_bytes"] > 0 for r in records)
+    else:
+        ratio = ours["speed_ratio"][other["provider"]]
+        assert ratio == pytest.approx(ours["tflops"] / other["tflops"])
+    if suite == "gqa":
+        assert {(r["num_heads_q"], r["num_heads_kv"]) for r in records} == {(4, 2)}
+    if suite == "deterministic":
+        assert {r["direction"] for r in records} == {"bwd"}
 
 
 def test_quick_fp8_suite(tmp_path, capsys):
@@ -364,11 +384,15 @@ def test_quick_fp8_suite(tmp_path, capsys):
     assert f"{(smooth - plain) * 1e3:.1f} ({(smooth / plain - 1) * 100:.1f} %)" in printed
 
 
-def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
+def host_records(tmp_path, monkeypatch, status: int) -> list[dict]:
     monkeypatch.setattr(host_suite, "SAMPLES", 2)
     monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 2)
-    assert bench(tmp_path, "--suite", "host", *REFERENCE) == 0
-    _, *records = lines(tmp_path / "host.jsonl")
+    assert bench(tmp_path, "--suite", "host", *REFERENCE) == status
+    return lines(tmp_path / "host.jsonl")[1:]
+
+
+def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
+    records = host_records(tmp_path, monkeypatch, 0)
     assert [(r["direction"], r["provider"]) for r in records] == [
         *(("forward", name) for name in (OURS, WHOLE_INT8, "fa2")),
         *((work, name) for work in list(host_suite.WORK)[1:] for name in (OURS, "fa2")),
@@ -381,12 +405,9 @@ def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert "host time (us): flashattn3 / quantize+int8 / fa2" in capsys.readouterr().out
 
 
-def test_a_wrong_call_has_no_host_time(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(host_suite, "SAMPLES", 2)
-    monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 2)
+def test_a_wrong_call_has_no_host_time(tmp_path, monkeypatch):
     monkeypatch.setitem(PROVIDERS, OURS, lambda q, k, v, causal: 0 * (q + k + v))
-    assert bench(tmp_path, "--suite", "host", *REFERENCE) == 1
-    _, *records = lines(tmp_path / "host.jsonl")
+    records = host_records(tmp_path, monkeypatch, 1)
     records = [r for r in records if r["direction"] not in HOST_WORK]
     assert {r["status"] for r in records if r["provider"] == OURS} == {"FAILED"}
     assert {r["status"] for r in records if r["provider"] != OURS} == {"ok"}
@@ -515,17 +536,6 @@ def test_quick_varlen_suite(tmp_path, capsys):
     assert "varlen fwd, all cells: dense" in printed and "varlen bwd, all cells: dense" in printed
 
 
-def test_quick_gqa_suite(tmp_path, capsys):
-    options = ("--head-dim", "64", "--direction", "bwd", *REFERENCE)
-    assert bench(tmp_path, "--suite", "gqa", *options) == 0
-    _, *records = lines(tmp_path / "gqa.jsonl")
-    assert [r["provider"] for r in records] == [OURS, MHA, "math"] * 2
-    assert {(r["num_heads_q"], r["num_heads_kv"]) for r in records} == {(4, 2)}
-    ours, mha, _ = records[:3]
-    assert ours["speed_ratio"][MHA] == pytest.approx(ours["tflops"] / mha["tflops"])
-    assert "gqa bwd, all cells: mha" in capsys.readouterr().out
-
-
 def test_quick_robot_suite(tmp_path, capsys):
     assert bench(tmp_path, "--suite", "robot", *REFERENCE) == 0
     _, *records = lines(tmp_path / "robot.jsonl")
@@ -591,22 +601,6 @@ def test_the_whole_time_ends_when_the_work_is_done():
     clock.wait = lambda: order.append("wait")
     assert len(clock.samples(lambda: order.append("call"), 2, 0.0)) == 2
     assert order == ["wait", "call", "wait", "call", "wait"]
-
-
-def test_quick_deterministic_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "deterministic", "--head-dim", "64", *REFERENCE) == 0
-    _, *records = lines(tmp_path / "deterministic.jsonl")
-    assert [r["provider"] for r in records] == [DETERMINISTIC, OURS] * 2
-    assert {r["direction"] for r in records} == {"bwd"}
-    printed = capsys.readouterr().out
-    assert f"deterministic bwd, all cells: {OURS}" in printed
-
-
-def test_quick_captured_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "captured", "--head-dim", "64", *REFERENCE) == 0
-    _, *records = lines(tmp_path / "captured.jsonl")
-    assert [r["provider"] for r in records] == [CAPTURED, OURS] * 4
-    assert f"captured bwd, all cells: {OURS}" in capsys.readouterr().out
 
 
 def test_the_named_backend_is_the_one_that_is_timed(tmp_path, capsys):

@@ -212,40 +212,10 @@ def test_the_build_loads_under_any_torch_and_says_what_is_in_it(built):
 @pytest.mark.slow
 def test_the_build_brings_the_operators(built):
     """Under torch's CPU build they are there to be looked at; none launches on a CPU."""
-    code = "library = find_library(); ops = torch.ops.flashattn3_hopper; "
-    names = ("quantize", "quantize_qkv", "sample_mean", "permute_v", "backward", "forward")
-    schemas = ", ".join(f"ops.{name}.default._schema" for name in names)
-    done = run(built, "-c", f"import torch; {SHOW}{code}print({schemas}, sep='\\n')")
-    assert done.returncode == 0, done.stderr
-    quantize, quantize_qkv, sample_mean, permute_v, backward, forward = done.stdout.splitlines()
-    assert quantize == (
-        "flashattn3_hopper::quantize(Tensor x, Tensor? mean, Tensor? signs, Tensor? cu_seqlens, "
-        "int block, int max_seqlen, bool permuted, bool int8) -> (Tensor data, Tensor descale)"
-    )
-    assert quantize_qkv == (
-        "flashattn3_hopper::quantize_qkv(Tensor q, Tensor k, Tensor v, Tensor? k_mean, "
-        "Tensor? signs, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int block, int max_seqlen_q, "
-        "int max_seqlen_k, bool int8) -> (Tensor q, Tensor q_descale, Tensor k, "
-        "Tensor k_descale, Tensor v, Tensor v_descale)"
-    )
-    assert sample_mean == (
-        "flashattn3_hopper::sample_mean(Tensor x, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
-    )
-    assert permute_v == (
-        "flashattn3_hopper::permute_v(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor"
-    )
-    tensors = (
-        "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-        "Tensor? seqused_q, Tensor? seqused_k"
-    )
-    assert backward == (
-        "flashattn3_hopper::backward(Tensor launch, Tensor dout, Tensor? dlse, Tensor out, "
-        f"Tensor lse, {tensors}) -> (Tensor dq, Tensor dk, Tensor dv)"
-    )
-    assert forward == (
-        f"flashattn3_hopper::forward(Tensor launch, {tensors}, Tensor? q_descale, "
-        "Tensor? k_descale, Tensor? v_descale) -> (Tensor out, Tensor lse)"
-    )
+    names = ["quantize", "quantize_qkv", "sample_mean", "permute_v", "backward", "forward"]
+    has = f"print([hasattr(torch.ops.flashattn3_hopper, name) for name in {names}])"
+    done = run(built, "-c", f"import torch; {SHOW}find_library(); {has}")
+    assert done.stdout.strip() == str([True] * len(names)), done.stderr
     log = built / "build" / "hopper" / "launch" / "quantize.cu.o.log"
     assert ptxas.read(log).spill_bytes == 0
 

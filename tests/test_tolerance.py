@@ -53,94 +53,81 @@ def lse():
     return lse
 
 
+def checked(outcome, got, reference=None, baseline=None):
+    """``check`` of out. reference, baseline: in place of those of the outcome."""
+    of_reference, of_baseline, _, rounding = outcome
+    references = (
+        of_reference if reference is None else reference,
+        of_baseline if baseline is None else baseline,
+    )
+    check("out", got, *references, FORWARD_FACTOR, CASE, "tile 64 x 64", rounding=rounding)
+
+
 def test_right_results_pass(outcome):
-    reference, baseline, got, rounding = outcome
-    check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
-    check("out", baseline, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+    _, baseline, got, _ = outcome
+    checked(outcome, got)
+    checked(outcome, baseline)
 
 
-@pytest.mark.parametrize("wrong", (math.nan, math.inf, -math.inf))
-def test_a_value_that_is_not_finite_fails(outcome, wrong):
-    reference, baseline, got, rounding = outcome
-    got = got.clone()
-    got[1, 100, 2, 3] = wrong
-    with pytest.raises(
-        AssertionError, match=r"inf or NaN differ in 1 of .*\n.*\(1, 100, 2, 3\): got -?(nan|inf)"
-    ):
-        check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+def with_value(x, index, value):
+    x = x.clone()
+    x[index] = value
+    return x
+
+
+def with_one_wrong_element(reference, baseline, got):
+    error = 4 * (baseline - reference).abs().max() + 1e-4
+    return with_value(got, (1, 77, 3, 5), got[1, 77, 3, 5] + error)
+
+
+def with_a_slight_scale(reference, baseline, got):
+    """No element stands out."""
+    relative = (baseline - reference).square().mean().sqrt() / reference.square().mean().sqrt()
+    return (reference * (1 + 4 * float(relative) + 1e-4)).to(got.dtype)
+
+
+def with_noise_everywhere(reference, baseline, got):
+    largest_allowed = 2 * (baseline - reference).abs().max() + 1e-5 * reference.abs().max()
+    return (reference + 0.6 * float(largest_allowed)).to(got.dtype)
+
+
+PLACE = r"inf or NaN differ in 1 of .*\n.*\(1, 100, 2, 3\): got -?(nan|inf)"
+WRONG = [
+    *((lambda r, b, got, x=x: with_value(got, (1, 100, 2, 3), x), PLACE)
+      for x in (math.nan, math.inf, -math.inf)),
+    (with_one_wrong_element, r"^out: largest error"),
+    (with_a_slight_scale, r"^out: (root mean square|largest)"),
+    (with_noise_everywhere, "root mean square"),
+    (lambda r, b, got: got[:, 1:], "shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoilt", "said"), WRONG)
+def test_a_wrong_result_fails(outcome, spoilt, said):
+    with pytest.raises(AssertionError, match=said) as error:
+        checked(outcome, spoilt(*outcome[:3]))
+    if spoilt is with_one_wrong_element:
+        truth = repr(float(outcome[0][1, 77, 3, 5]))
+        for part in ("(1, 77, 3, 5)", "causal-empty-rows", "tile 64 x 64", truth):
+            assert part in str(error.value)
 
 
 def test_a_nan_in_the_truth_must_be_there(outcome):
     reference, baseline, got = (x.clone() for x in outcome[:3])
-    rounding = outcome[3]
     reference[0, 90, 0, 0] = baseline[0, 90, 0, 0] = math.nan
     with pytest.raises(AssertionError, match="inf or NaN differ in 1 "):
-        check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+        checked(outcome, got, reference, baseline)
     got[0, 90, 0, 0] = math.nan
-    check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
-
-
-def test_one_wrong_element_fails_and_is_named(outcome):
-    reference, baseline, got, rounding = outcome
-    got = got.clone()
-    got[1, 77, 3, 5] += 4 * (baseline - reference).abs().max() + 1e-4
-    with pytest.raises(AssertionError) as error:
-        check(
-            "out", got, reference, baseline, FORWARD_FACTOR, CASE, "tile 64 x 64", rounding=rounding
-        )
-    report = str(error.value)
-    assert report.startswith("out: largest error")
-    for part in (
-        "(1, 77, 3, 5)",
-        "causal-empty-rows",
-        "tile 64 x 64",
-        repr(float(reference[1, 77, 3, 5])),
-    ):
-        assert part in report
-
-
-def test_a_slight_scale_fails_although_no_element_stands_out(outcome):
-    reference, baseline, got, rounding = outcome
-    relative = float(
-        (baseline - reference).square().mean().sqrt() / reference.square().mean().sqrt()
-    )
-    scaled = reference * (1 + 4 * relative + 1e-4)
-    with pytest.raises(AssertionError, match=r"^out: (root mean square|largest)"):
-        check(
-            "out",
-            scaled.to(got.dtype),
-            reference,
-            baseline,
-            FORWARD_FACTOR,
-            CASE,
-            rounding=rounding,
-        )
-
-
-def test_noise_everywhere_fails_by_its_mean_alone(outcome):
-    reference, baseline, _, rounding = outcome
-    largest_allowed = 2 * (baseline - reference).abs().max() + 1e-5 * reference.abs().max()
-    noise = torch.full_like(reference, 0.6 * float(largest_allowed))
-    with pytest.raises(AssertionError, match="root mean square"):
-        got = (reference + noise).to(baseline.dtype)
-        check("out", got, reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
-
-
-def test_a_wrong_shape_fails(outcome):
-    reference, baseline, got, rounding = outcome
-    with pytest.raises(AssertionError, match="shape"):
-        check("out", got[:, 1:], reference, baseline, FORWARD_FACTOR, CASE, rounding=rounding)
+    checked(outcome, got, reference, baseline)
 
 
 def test_a_baseline_that_overflows_allows_nothing(outcome):
-    reference, baseline, got, rounding = outcome
-    broken = baseline.clone()
-    broken[0, 100, 0, 0] = math.inf
-    check("out", got, reference, broken, FORWARD_FACTOR, CASE, rounding=rounding)
-    got = got.clone()
-    got[0, 100, 0, 0] += 0.5
+    _, baseline, got, _ = outcome
+    index = 0, 100, 0, 0
+    broken = with_value(baseline, index, math.inf)
+    checked(outcome, got, baseline=broken)
     with pytest.raises(AssertionError, match=r"\(0, 100, 0, 0\)"):
-        check("out", got, reference, broken, FORWARD_FACTOR, CASE, rounding=rounding)
+        checked(outcome, with_value(got, index, got[index] + 0.5), baseline=broken)
 
 
 @every_dtype
