@@ -35,6 +35,7 @@ FEATURES = {
     "varlen-causal-window": {"varlen": True, "causal": True, "window_left": 500},
     "softcap-split": {"softcap": 20.0, "num_splits": 2, "causal": True},
     "full": {},
+    "mask": {"mask": True},
 }
 # Bytes of local memory that a thread may spill to, by the instructions that multiply matrices, by
 # kernel and by head dim of the row: the largest of what MEASURED_TRITONS need, plus a quarter, at
@@ -93,6 +94,7 @@ def launches_of(
     """
     import torch
 
+    from flashattn3 import masks
     from flashattn3.backends.triton.backend import BACKEND
     from flashattn3.call.dtypes import EIGHT_BIT, v_dtype
     from flashattn3.call.fields import Options
@@ -110,6 +112,9 @@ def launches_of(
     if features.pop("varlen", False):
         edges = torch.empty(4, device="meta", dtype=torch.int32)
         tensors = Tensors(rows, rows, values, edges, edges, edges[1:], edges[1:])
+    if features.pop("mask", False):
+        mask = masks.from_bool(torch.empty(1, HEADS, 4001, 4001, device="meta").bool())
+        tensors = Tensors(*tensors[:-6], *mask.tensors)
     if dtype in EIGHT_BIT and features:  # the plainest has no descales either
         batch = 1 if tensors.cu_seqlens_q is None else 3
         descale = torch.empty(batch, HEADS, 32, device="meta")
@@ -194,6 +199,7 @@ for of in EIGHT_BIT:
     ALL += [(chip, d, "varlen-causal-window", of) for chip in CHIPS for d in WHOLE_HEAD_DIMS]
 ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
 ALL += [(H100, d, "softcap-split", "bfloat16") for d in (96, 192)]
+ALL += [(chip, d, "mask", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
 # out in float32 goes through shared memory, of which this chip has the least.
 IN_PARTS = [d for d in HEAD_DIMS[RTX5090] if d not in WHOLE_HEAD_DIMS]
 ALL += [(RTX5090, d, "softcap-split", "bfloat16") for d in IN_PARTS]

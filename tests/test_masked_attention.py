@@ -7,12 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import GPU
+from helpers import GPU, H100, TRITON_DTYPES
 from test_masks import random_case
 from torch.nn.functional import pad
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, masks
+from flashattn3.backends.hopper import backend as hopper
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors, metadata_of
+from flashattn3.call.problem import describe
 from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -95,16 +99,16 @@ def built(mask):
 
 # name: the mask and its bools, (batch, queries, heads), keys, heads_kv, dims, options
 CASES = {
-    "bits": (lambda: bits(2, 4, 150, 200), (2, 150, 4), 200, 2, (16,), {}),
+    "bits": (lambda: bits(2, 2, 130, 150), (2, 130, 2), 150, 1, (16,), {}),
     "bits-shared": (lambda: bits(1, 1, 130, 70), (2, 130, 2), 70, 2, (16, 24), {"softcap": 2.0}),
     "documents": (
-        lambda: built(masks.documents([100, 28, 60, 130], causal=True)),
-        *((1, 318, 4), 318, 1, (32,), {}),
+        lambda: built(masks.documents([100, 28, 50, 60], causal=True)),
+        *((1, 238, 2), 238, 1, (32,), {}),
     ),
     "prefixes": (lambda: built(masks.prefix_lm([0, 65], 129)), (2, 129, 2), 129, 2, (16,), {}),
     "blocks": (
-        lambda: built(masks.blocks(torch.rand(1, 4, 2, 5).argsort(-1) < 2, seqlen_q=200)),
-        *((2, 200, 4), 320, 2, (16,), {}),
+        lambda: built(masks.blocks(torch.rand(1, 2, 2, 5).argsort(-1) < 2, seqlen_q=140)),
+        *((1, 140, 2), 320, 2, (16,), {}),
     ),
     "sinks-slopes": (
         lambda: bits(1, 2, 140, 140),
@@ -115,6 +119,7 @@ CASES = {
     "no-keys": (lambda: bits(1, 1, 7, 0), (1, 7, 2), 0, 2, (16,), {}),
 }
 BACKENDS = [("reference", torch.float32), ("reference", torch.bfloat16)]
+BACKENDS += [("triton", dtype) for dtype in TRITON_DTYPES]
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=str)
@@ -265,4 +270,8 @@ def test_explain_shows_the_mask():
     q, k, v = (x.detach() for x in inputs((2, 64, 4), 64, 2, 16))
     explained = flashattn3.explain(q, k, v, mask=CAUSAL.to(DEVICE))
     assert explained.config["mask"] == "0 full and 1 partial of 1 blocks, 0.508 visible"
-    assert "has no kernel for mask" in explained.declined["hopper"] or not GPU
+    q, k, v = (x.detach().half() for x in (q, k, v))
+    problem = describe(
+        tuple(map(metadata_of, Tensors(q, k, v, *(None,) * 7, *CAUSAL.tensors))), Options()
+    )
+    assert hopper.BACKEND.decline_reason(problem, H100) == "has no kernel for mask"

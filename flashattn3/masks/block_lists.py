@@ -52,7 +52,8 @@ class Places(NamedTuple):
     column: Tensor
 
 
-class Grid(NamedTuple):
+@dataclass(frozen=True)
+class Grid:
     """The blocks of a mask of rows x columns scores, for each batch_idx and head."""
 
     batch: int

@@ -6,12 +6,14 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from ...call.cached import CacheProblem
 from ...call.dtypes import EIGHT_BIT
+from ...call.mask_tensors import COLUMNS, ROWS
 from ...call.operands import Tensors
 from ...call.problem import CallProblem, Problem
 from .. import gpu_limits, packed
@@ -107,7 +109,7 @@ class TritonBackend:
         if isinstance(problem, CacheProblem):
             reason = cached.decline_reason(problem)
         else:
-            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM, reads_lists=True)
         if reason is None and device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return reason
@@ -118,6 +120,8 @@ class TritonBackend:
         unused = {"use_fast_accum": "accumulates in float32"}
         if self.configure(problem, device).packed is None:
             unused["pack_gqa"] = "packs the query rows of 16-bit calls alone"
+            if problem.mask is not None:
+                unused["num_splits"] = "computes the blocks of a mask in one program"
             unused["sm_margin"] = "launches one program per tile, which leaves no SM free"
         return unused
 
@@ -139,6 +143,8 @@ class TritonBackend:
             bwd=tiles.bwd if _adds_dq(problem, device) else None,
         )
         m_blocks = tiles.forward.num_m_blocks(problem.seqlen_q)
+        if problem.mask is not None:  # programs for whole blocks of the mask
+            m_blocks = ceil(problem.seqlen_q / ROWS) * (ROWS // tiles.forward.block_m)
         programs = m_blocks * problem.num_heads_q * problem.batch
         arch = None if device.lowering == device.capability else f"sm{device.lowering}"
         config = partial(TritonConfig, tile_config, tiles, arch=arch, lowering=device.lowering)
@@ -149,7 +155,7 @@ class TritonBackend:
         why = f"{packed_tiles} tiles of packed rows for {device.num_sms} SMs"
         estimated = packed.Choice(pays, why)
         packing = packed.choose(problem, PACKED, estimated)
-        if packing.packs:
+        if packing.packs and problem.mask is None:
             few_rows = packed.as_cached(problem)
             tile, sizes = select_tile(few_rows, device), (problem.batch, problem.total_q)
             grid = (tile.grid(few_rows, *sizes, problem.seqlen_q)[1], 1, 1)
@@ -168,11 +174,14 @@ def _forward_tile(tile: Tile, problem: Problem, device: DeviceInfo) -> Tile:
     """The tile of a config, or the next smaller one that the problem and the device allow."""
     descales = (problem.k.descales, problem.v.descales)
     blocks = [of.block for of in descales if of is not None and of.num_blocks > 1]
+    if problem.mask is not None:
+        blocks.append(COLUMNS)
     if device.lowering in TCGEN05:
         tile = tile.of_whole_blocks()
     if not blocks:
         return tile
-    # An n_block divides every descale block, so that its keys share a descale.
+    # An n_block divides every descale block, so that its keys share a descale, and every block of a
+    # mask.
     block_n = 1 << (min(tile.block_n, *blocks).bit_length() - 1)
     return tile._replace(block_n=block_n, slice_n=min(tile.slice_n, block_n))
 
@@ -188,6 +197,8 @@ def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:
 def _num_splits(problem: Problem, programs: int, tile: Tile, num_sms: int) -> int:
     """Number of KV splits: as requested, or, for <= 0, enough to occupy every SM."""
     n_blocks = max(1, tile.num_n_blocks(problem.seqlen_k))
+    if problem.mask is not None:
+        return 1
     if problem.num_splits > 0:
         return min(problem.num_splits, n_blocks)
     if programs >= num_sms or programs == 0 or packed.visible_keys(problem) < SPLIT_KEYS:

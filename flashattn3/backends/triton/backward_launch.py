@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...call.dtypes import NAMES
 from ...call.fields import LOG2E
-from ...call.operands import NUM_TENSORS
+from ...call.operands import NUM_TENSORS, tensors_of_mask
 from ...call.problem import Problem
 from ..conversions import with_dense_rows
 from .columns import backward_columns
@@ -25,10 +25,14 @@ from .launch_parts import (
     ROWS_PER_PROGRAM,
     dense_strides,
     features,
+    has_tail,
     index_types,
     launch_of,
     lengths_of,
     lse_strides_of,
+    mask_scalars,
+    mask_types,
+    num_blocks_of,
     sinks_type,
     term_constants,
     term_scalars,
@@ -85,6 +89,8 @@ def _prepare_backward(
     def run(dout, dlse, out, lse, tensors):
         q, k, v, *indices = tensors[:NUM_TENSORS]
         sinks, slopes, bias = tensors.sinks, tensors.alibi_slopes, tensors.bias
+        mask = tensors_of_mask(tensors)
+        of_queries, of_keys = mask[:3], mask[3:]
         of = {"dtype": torch.float32, "device": q.device}
         minus_lse, minus_delta = (torch.empty(shape, **of) for _ in range(2))
         dq_accum = torch.empty(accum_shape, **of) if adds_dq else None
@@ -96,12 +102,12 @@ def _prepare_backward(
         lengths_q = indices[::2]
         rows = minus_lse, minus_delta
         preprocess(out, dout, lse, dlse, *rows, dq_accum, *lengths_q, sinks, dsinks)
-        main(q, k, v, dout, *rows, dk, dv, dq_accum, *indices, slopes, bias)
+        main(q, k, v, dout, *rows, dk, dv, dq_accum, *indices, slopes, bias, *of_keys)
         if adds_dq:
             last(dq_accum, dq, *lengths_q)
         else:
             stored = dbias if stores_dbias else None
-            last(q, k, v, dout, *rows, dq, stored, *indices, slopes, bias)
+            last(q, k, v, dout, *rows, dq, stored, *indices, slopes, bias, *of_queries)
         for launch in shared_bias:
             launch(q, k, v, dout, *rows, dbias, slopes, bias)
         return dq, dk, dv, None if sinks is None else dsinks.sum(1).to(sinks.dtype), dbias
@@ -123,12 +129,13 @@ def backward_launches(
 
     With a tile for it, five GEMMs:
     bwd: q, k, v, dout, minus_lse, minus_delta, dk, dv, dq_accum, the four of index_types,
-    slopes, bias.
+    slopes, bias, the mask's lists of keys.
     bwd_postprocess: dq_accum, dq, cu_seqlens_q, seqused_q.
 
     Without, seven:
     bwd_dkdv: as bwd, dq_accum is None.
-    bwd_dq: q, k, v, dout, minus_lse, minus_delta, dq, dbias, the four of index_types, slopes, bias.
+    bwd_dq: q, k, v, dout, minus_lse, minus_delta, dq, dbias, the four of index_types, slopes, bias,
+    the mask's lists of queries.
 
     with_dbias, for a bias that heads or sequences share:
     bwd_dbias: q, k, v, dout, minus_lse, minus_delta, dbias, slopes, bias.
@@ -196,7 +203,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
 
 def _bwd_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
     tile = config.tiles.of_bwd_kernel
-    num_n_blocks = tile.num_n_blocks(problem.seqlen_k)
+    num_n_blocks = num_blocks_of(problem, problem.seqlen_k, tile.block_n)
     keys, heads = problem.total_k, problem.num_heads_kv
     scalars = (
         *_input_strides(problem, dout_strides),
@@ -207,13 +214,15 @@ def _bwd_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
         *_bounds_and_factors(problem),
         *term_scalars(problem),
         _unit_of_terms(problem, config),
+        *mask_scalars(problem, problem.seqlen_k, problem.seqlen_q),
     )
-    tail_q, tail_k = problem.seqlen_q % tile.block_m, problem.seqlen_k % tile.block_n
+    tail_q = has_tail(problem, problem.seqlen_q, tile.block_m)
+    tail_k = problem.seqlen_k % tile.block_n != 0
     columns = _backward_columns(problem, config)
     constants = features(problem, tile, columns, dout_strides) | {
         "LSE_IN_SCORES": _lse_in_scores(problem, config),
         "DELTA_IN_DP": tile.biased,
-        "TAIL": problem.varlen or tail_q != 0 or tail_k != 0,
+        "TAIL": tail_q or tail_k,
         "NUM_WARPS": tile.num_warps,
         **term_constants(problem),
     }
@@ -221,6 +230,7 @@ def _bwd_launch(problem: Problem, config: TritonConfig, dout_strides) -> Launch:
     dtype = NAMES[problem.dtype]
     gradients = (dtype, dtype, _dq_accum_type(config))
     types = (*(dtype,) * 4, "fp32", "fp32", *gradients, *index_types(problem), *term_types(problem))
+    types += mask_types(problem)
     return launch_of(backward.bwd_kernel, types, grid, scalars, constants, tile, config)
 
 
@@ -256,7 +266,7 @@ def _postprocess_launch(problem: Problem, config: TritonConfig) -> Launch:
 
 def _dq_launch(problem: Problem, config: TritonConfig, dout_strides, stores_dbias: bool) -> Launch:
     tile = config.tiles.bwd_dq
-    num_m_blocks = tile.num_m_blocks(problem.seqlen_q)
+    num_m_blocks = num_blocks_of(problem, problem.seqlen_q, tile.block_m)
     scalars = (
         *_input_strides(problem, dout_strides),
         *dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim),
@@ -266,11 +276,12 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides, stores_dbia
         *term_scalars(problem),
         _unit_of_terms(problem, config),
         *(_dbias_strides(problem) if stores_dbias else (None, None)),
+        *mask_scalars(problem, problem.seqlen_q, problem.seqlen_k),
     )
     columns = _backward_columns(problem, config)
     constants = features(problem, tile, columns, dout_strides) | {
         "LSE_IN_SCORES": _lse_in_scores(problem, config),
-        "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
+        "TAIL": has_tail(problem, problem.seqlen_k, tile.block_n),
         **term_constants(problem),
     }
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
@@ -284,6 +295,7 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides, stores_dbia
         stored,
         *index_types(problem),
         *term_types(problem),
+        *mask_types(problem),
     )
     return launch_of(backward.bwd_dq_kernel, types, grid, scalars, constants, tile, config)
 

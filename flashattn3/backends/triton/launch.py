@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...call.descales import Descales
 from ...call.dtypes import EIGHT_BIT, FP8, INT8, NAMES, v_dtype
-from ...call.operands import NUM_TENSORS, Tensors, as_scaled
+from ...call.operands import Tensors, as_scaled
 from ...call.problem import Problem
 from ..results import result_shapes
 from .columns import blocks_alike, forward_columns, fp8_columns, whole_columns
@@ -27,10 +27,14 @@ from .launch_parts import (
     ROWS_PER_PROGRAM,
     dense_strides,
     features,
+    has_tail,
     index_types,
     launch_of,
     lengths_of,
     lse_strides_of,
+    mask_scalars,
+    mask_types,
+    num_blocks_of,
     num_heads_of,
     num_rows_of,
     sinks_type,
@@ -43,6 +47,7 @@ from .launch_parts import (
 from .tile_configs import MAX_HEAD_DIM, Tile
 
 OPERAND_TYPES = {**NAMES, FP8: "u8", INT8: "i8"}  # Triton's names; e4m3 as bytes
+OF_FORWARD = Tensors._fields.index("mask_entries_k")  # the forward takes the tensors before it
 SMALLEST_SCALE = 2.0**-100  # replaces a scale of 0 in the forward, where -inf * 0 would be NaN
 
 
@@ -73,8 +78,7 @@ def prepare_forward(
         return lambda tensors: run(*_of_8_bits(with_dense_slopes(problem, tensors)))
 
     def forward(tensors: Tensors) -> tuple[Tensor, ...]:
-        terms = tensors.sinks, tensors.alibi_slopes, tensors.bias
-        return run(*tensors[:NUM_TENSORS], *terms, None, None, None)
+        return run(*tensors[:OF_FORWARD], None, None, None)
 
     if problem.slopes is not None:
         return lambda tensors: forward(with_dense_slopes(problem, tensors))
@@ -85,8 +89,7 @@ def _of_8_bits(tensors: Tensors) -> tuple[Tensor | None, ...]:
     """The kernel's tensors: e4m3 as bytes, and the descales."""
     sides = [as_scaled(x) for x in tensors[:3]]
     data = (x.data.view(torch.uint8) if x.data.dtype == FP8 else x.data for x in sides)
-    terms = tensors.sinks, tensors.alibi_slopes, tensors.bias
-    return (*data, *tensors[3:NUM_TENSORS], *terms, *(x.descale for x in sides))
+    return (*data, *tensors[3:OF_FORWARD], *(x.descale for x in sides))
 
 
 def _prepare_whole_forward(problem: Problem, config: TritonConfig, launch: Launch) -> Callable:
@@ -148,14 +151,14 @@ def _prepare_split_forward(problem: Problem, config: TritonConfig, launch: Launc
 
 def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     """Launch of (q, k, v, out, lse, max_logit, the four of index_types, sinks, slopes, bias, the
-    descales)."""
+    three of mask_types, the descales)."""
     tile = config.tiles.forward
     fp8 = problem.dtype in EIGHT_BIT
     score_scale = problem.score_scale
     if not fp8:  # q is negated instead
         positive = abs(score_scale.softmax_scale) or SMALLEST_SCALE
         score_scale = score_scale._replace(softmax_scale=positive)
-    num_m_blocks = tile.num_m_blocks(problem.seqlen_q)
+    num_m_blocks = num_blocks_of(problem, problem.seqlen_q, tile.block_m)
     out_strides = dense_strides(problem, problem.total_q, problem.num_heads_q, problem.head_dim_v)
     lse_strides = lse_strides_of(problem)
     scalars = (
@@ -176,6 +179,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         *score_scale.log2_factors,
         *_descale_layouts(problem),
         *term_scalars(problem),
+        *mask_scalars(problem, problem.seqlen_q, problem.seqlen_k),
     )
     dims = problem.head_dim, problem.head_dim_v
     alike = {}
@@ -194,7 +198,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
         "V_STRIDE_S": _constant_stride(problem.v.stride[1], tile),
         "NEGATIVE_SCALE": not fp8 and problem.score_scale.softmax_scale < 0,
         "SPLIT": config.num_splits > 1,
-        "TAIL": problem.varlen or problem.seqlen_k % tile.block_n != 0,
+        "TAIL": has_tail(problem, problem.seqlen_k, tile.block_n),
         "FP8": fp8,
         "NATIVE_FP8": config.native_fp8,
         **term_constants(problem),
@@ -204,7 +208,8 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     descales = ("fp32" if descales else None for descales in _all_descales(problem))
     max_logit_type = "fp32" if problem.return_max_logit else None
     types = (dtype, dtype, dtype_v, out_type, "fp32", max_logit_type)
-    types += (*index_types(problem), sinks_type(problem), *term_types(problem), *descales)
+    types += (*index_types(problem), sinks_type(problem), *term_types(problem))
+    types += (*mask_types(problem), *descales)
     launch = launch_of(forward.forward_kernel, types, config.grid, scalars, constants, tile, config)
     return replace(launch, unaligned=alike)
 

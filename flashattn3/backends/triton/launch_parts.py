@@ -6,10 +6,13 @@ The tuples follow the kernel signatures in kernels/. Importing this module impor
 
 from __future__ import annotations
 
+from math import ceil
+
 import torch
 
 from ...call.dtypes import NAMES
 from ...call.fields import ScoreScale
+from ...call.mask_tensors import COLUMNS, ROWS
 from ...call.operands import Tensors
 from ...call.problem import Problem
 from .columns import padded
@@ -123,6 +126,35 @@ def term_scalars(problem: Problem) -> tuple[int | None, ...]:
 def term_constants(problem: Problem) -> dict[str, int]:
     unit = 1 if problem.bias is None else stride_unit(*problem.bias.stride)
     return {"ALIBI": alibi_of(problem), "BIAS_UNIT": unit}
+
+
+def num_blocks_of(problem: Problem, length: int, block: int) -> int:
+    """The blocks of queries or keys that programs hold; of a mask they fill whole lists."""
+    if problem.mask is None:
+        return ceil(length / block)
+    return ceil(length / ROWS) * (ROWS // block)
+
+
+def has_tail(problem: Problem, length: int, block: int) -> bool:
+    """Whether a block of a loop may go past the end; listed blocks of 64 may in all their steps."""
+    return problem.varlen or length % (block if problem.mask is None else COLUMNS) != 0
+
+
+def mask_types(problem: Problem) -> tuple[str | None, ...]:
+    """Types of the entries, the work and the tiles of one side of a mask."""
+    return (None,) * 3 if problem.mask is None else ("i32", "i32", "i64")
+
+
+def mask_scalars(problem: Problem, rows: int, columns: int) -> tuple[int | None, ...]:
+    """The batch and the head stride of lists, in lists, and the entries of a list.
+
+    rows, columns: the lengths of the side whose lists are passed, and of the other.
+    """
+    if problem.mask is None:
+        return (None,) * 3
+    (batch, heads), lists = problem.mask, ceil(rows / ROWS)
+    of_batch, of_head = 0 if batch == 1 else lists * heads, 0 if heads == 1 else lists
+    return of_batch, of_head, ceil(columns / COLUMNS)
 
 
 def with_dense_slopes(problem: Problem, tensors: Tensors) -> Tensors:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from .block_lists import ROWS, in_work_order, listed_column, listed_edges, listed_visible
 from .column_parts import (
     column_parts,
     dot_columns,
@@ -254,6 +255,9 @@ def _probabilities(
         "total_k",
         "window_left",
         "window_right",
+        "mask_stride_b",
+        "mask_stride_h",
+        "num_listed_blocks",
     ]
 )
 def bwd_kernel(
@@ -272,6 +276,9 @@ def bwd_kernel(
     seqused_k,
     slopes_ptr,
     bias_ptr,
+    entries_ptr,
+    work_ptr,
+    tiles_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -309,6 +316,9 @@ def bwd_kernel(
     bias_stride_h,
     bias_stride_s,
     minus_lse_unit,
+    mask_stride_b,
+    mask_stride_h,
+    num_listed_blocks,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -338,7 +348,8 @@ def bwd_kernel(
 
     S and dP are computed transposed, keys by rows, so that P^T and dS^T feed the next GEMM from
     registers. TAIL: the last m_block or the last n_block may be partial. DELTA_IN_DP: minus_delta
-    is the accumulator bias of dP.
+    is the accumulator bias of dP. entries_ptr, ...: the lists of keys of a mask, of rows that are
+    keys (block_lists.py); num_n_blocks then fills whole lists.
     """
     q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
     k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
@@ -353,6 +364,10 @@ def bwd_kernel(
         dv_stride_b, dv_stride_s, dv_stride_h, STRIDE_UNIT
     )
     n_block, batch_idx, head_kv = _block_and_head(num_n_blocks, num_heads_kv)
+    LISTED: tl.constexpr = entries_ptr is not None
+    if LISTED:  # in the order of the first of the heads
+        lists = batch_idx * mask_stride_b + head_kv * qhead_per_kvhead * mask_stride_h
+        n_block = in_work_order(work_ptr, lists, n_block, BLOCK_N)
     start_q, length_q = sequence(
         cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
     )
@@ -364,9 +379,11 @@ def bwd_kernel(
         return
     last_key = tl.minimum(first_key + BLOCK_N, length_k) - 1
     diagonal = length_k - length_q
-    edges = m_block_range(
-        first_key, last_key, length_q, diagonal, window_left, window_right, BLOCK_M, LEFT, RIGHT
-    )
+    edges = (0, 0, 0, 0)
+    if not LISTED:
+        edges = m_block_range(
+            first_key, last_key, length_q, diagonal, window_left, window_right, BLOCK_M, LEFT, RIGHT
+        )
     if dq_accum_ptr is not None and TAIL:
         # dQ sums over the keys, so the keys past the end need a mask in every m_block.
         full_end = tl.where(first_key + BLOCK_N > length_k, edges[1], edges[2])
@@ -402,10 +419,18 @@ def bwd_kernel(
         lse_delta += _lse_delta_start(start_q, batch_idx, VARLEN)
         if dq_accum_ptr is not None:
             dq_head = dq_accum_ptr + lse_delta * BLOCK_D
-        for stage in tl.static_range(0 if RIGHT else FULL, 3 if LEFT or TAIL else 2):
+        if LISTED:
+            row_list = batch_idx * mask_stride_b + head * mask_stride_h + first_key // ROWS
+            edges = listed_edges(work_ptr, row_list, BLOCK_M)
+        for stage in tl.static_range(0 if RIGHT else FULL, 3 if LEFT or TAIL or LISTED else 2):
             MASKED = stage != FULL
             stage_begin, stage_end = stage_range(edges, stage)
-            for first_row in range(stage_begin, stage_end, BLOCK_M):
+            for step in range(stage_begin, stage_end, 1 if LISTED else BLOCK_M):
+                first_row = step
+                if LISTED:
+                    first_row = listed_column(
+                        entries_ptr, row_list, num_listed_blocks, step, BLOCK_M
+                    )
                 rows = first_row + row_offsets
                 q = load_parts(
                     q_pointers, first_row * q_step, rows, length_q, columns, HEAD_DIM,
@@ -428,7 +453,12 @@ def bwd_kernel(
                 p, slope = _probabilities(
                     k, q, minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
                 )
-                if MASKED:
+                if MASKED and LISTED:
+                    seen = listed_visible(
+                        work_ptr, tiles_ptr, row_list, step, keys % ROWS, row_offsets, BLOCK_M
+                    )
+                    p = tl.where(seen, p, 0.0)
+                elif MASKED:
                     seen = visible(
                         rows[None, :],
                         keys[:, None],
@@ -440,6 +470,8 @@ def bwd_kernel(
                         RIGHT,
                     )
                     p = tl.where(seen, p, 0.0)
+                elif LISTED and TAIL and dq_accum_ptr is not None:  # full blocks may have such keys
+                    p = tl.where((keys < length_k)[:, None], p, 0.0)
                 dout = load_parts(
                     dout_pointers, first_row * dout_step, rows, length_q, columns_v, HEAD_DIM_V,
                     MASKED and TAIL,
@@ -479,6 +511,9 @@ def bwd_kernel(
         "total_k",
         "window_left",
         "window_right",
+        "mask_stride_b",
+        "mask_stride_h",
+        "num_listed_blocks",
     ]
 )
 def bwd_dq_kernel(
@@ -496,6 +531,9 @@ def bwd_dq_kernel(
     seqused_k,
     slopes_ptr,
     bias_ptr,
+    entries_ptr,
+    work_ptr,
+    tiles_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -532,6 +570,9 @@ def bwd_dq_kernel(
     minus_lse_unit,
     dbias_stride_b,
     dbias_stride_h,
+    mask_stride_b,
+    mask_stride_h,
+    num_listed_blocks,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -555,7 +596,8 @@ def bwd_dq_kernel(
     """dQ of one m_block of one head. Grid: num_m_blocks * num_heads * batch.
 
     dbias: (batch, heads, seqlen_q, seqlen_k), 0 at first where a mask hides whole blocks; None: it
-    is no tensor, or one that bias_gradient.py sums.
+    is no tensor, or one that bias_gradient.py sums. entries_ptr, ...: the lists of a mask, as in
+    the forward.
     """
     q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
     k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
@@ -569,6 +611,10 @@ def bwd_dq_kernel(
     m_block, batch_idx, head = _block_and_head(num_m_blocks, num_heads)
     if RIGHT:
         m_block = num_m_blocks - 1 - m_block
+    LISTED: tl.constexpr = entries_ptr is not None
+    if LISTED:
+        lists = batch_idx * mask_stride_b + head * mask_stride_h
+        m_block = in_work_order(work_ptr, lists, m_block, BLOCK_M)
     head_kv = head // qhead_per_kvhead
     start_q, length_q = sequence(
         cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
@@ -581,9 +627,13 @@ def bwd_dq_kernel(
         return
     last_row = tl.minimum(first_row + BLOCK_M, length_q) - 1
     diagonal = length_k - length_q
-    edges = n_block_range(
-        first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
-    )
+    if LISTED:
+        row_list = lists + first_row // ROWS
+        edges = listed_edges(work_ptr, row_list, BLOCK_N)
+    else:
+        edges = n_block_range(
+            first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
+        )
 
     row_offsets = tl.arange(0, BLOCK_M)
     columns = column_parts(BLOCK_D, PART_D)
@@ -619,10 +669,13 @@ def bwd_dq_kernel(
     k_step = tl.cast(k_stride_s, tl.int64)
     v_step = tl.cast(v_stride_s, tl.int64)
     dq = zero_parts(BLOCK_M, columns)
-    for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL else 2):
+    for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL or LISTED else 2):
         MASKED = stage != FULL
         stage_begin, stage_end = stage_range(edges, stage)
-        for first_key in range(stage_begin, stage_end, BLOCK_N):
+        for step in range(stage_begin, stage_end, 1 if LISTED else BLOCK_N):
+            first_key = step
+            if LISTED:
+                first_key = listed_column(entries_ptr, row_list, num_listed_blocks, step, BLOCK_N)
             num_keys = length_k - first_key
             k = load_parts(
                 k_pointers, first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL
@@ -641,7 +694,12 @@ def bwd_dq_kernel(
                 bias = load_bias(bias_rows + first_key, keys[None, :], num_keys, MASKED and TAIL)
                 term = term + bias.to(tl.float32) * minus_lse_unit
             p, slope = _probabilities(q, k, term, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
-            if MASKED:
+            if MASKED and LISTED:
+                seen = listed_visible(
+                    work_ptr, tiles_ptr, row_list, step, rows % ROWS, keys, BLOCK_N
+                )
+                p = tl.where(seen, p, 0.0)
+            elif MASKED:
                 reach = diagonal - first_key
                 seen = visible(
                     rows[:, None],

@@ -17,6 +17,7 @@ into the rescale. P stays in float16.
 import triton
 import triton.language as tl
 
+from .block_lists import ROWS, in_work_order, listed_column, listed_edges, listed_visible
 from .column_parts import (
     column_parts,
     dot_columns,
@@ -85,6 +86,9 @@ from .score_terms import (
         "v_scale_group",
         "v_block",
         "num_v_blocks",
+        "mask_stride_b",
+        "mask_stride_h",
+        "num_listed_blocks",
     ]
 )
 def forward_kernel(
@@ -101,6 +105,9 @@ def forward_kernel(
     sinks_ptr,
     slopes_ptr,
     bias_ptr,
+    entries_ptr,
+    work_ptr,
+    tiles_ptr,
     q_descale,
     k_descale,
     v_descale,
@@ -154,6 +161,9 @@ def forward_kernel(
     bias_stride_b,
     bias_stride_h,
     bias_stride_s,
+    mask_stride_b,
+    mask_stride_h,
+    num_listed_blocks,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -190,7 +200,9 @@ def forward_kernel(
     scale_log2 >= 0 (for a negative scale q is negated): with SOFTCAP it is the factor inside tanh.
     FP8: v is e4m3 as bytes, q and k are e4m3 bytes or int8, with descales as in ``descale_of``; an
     n_block lies within one descale block. scale_log2 may be negative.
-    ALIBI, BIAS_UNIT: as in score_terms.py. max_logit_ptr: a float32 for each head, -inf at first.
+    ALIBI, BIAS_UNIT: as in score_terms.py. entries_ptr, ...: the lists of a mask, block_lists.py,
+    whose strides count lists; num_m_blocks then fills whole lists.
+    max_logit_ptr: a float32 for each head, -inf at first.
     """
     pid = tl.program_id(0)
     m_block = pid % num_m_blocks
@@ -204,6 +216,10 @@ def forward_kernel(
     if RIGHT:
         # With a causal mask later m_blocks have more keys: longest first shortens the last wave.
         m_block = num_m_blocks - 1 - m_block
+    LISTED: tl.constexpr = entries_ptr is not None
+    if LISTED:
+        lists = batch_idx * mask_stride_b + head * mask_stride_h
+        m_block = in_work_order(work_ptr, lists, m_block, BLOCK_M)
 
     start_q, length_q = sequence(
         cu_seqlens_q, seqused_q, batch_idx, seqlen_q, total_q, VARLEN, USED_Q
@@ -216,9 +232,13 @@ def forward_kernel(
         return
     last_row = tl.minimum(first_row + BLOCK_M, length_q) - 1
     diagonal = length_k - length_q
-    begin, full_begin, full_end, end = n_block_range(
-        first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
-    )
+    if LISTED:
+        row_list = lists + first_row // ROWS
+        begin, full_begin, full_end, end = listed_edges(work_ptr, row_list, BLOCK_N)
+    else:
+        begin, full_begin, full_end, end = n_block_range(
+            first_row, last_row, length_k, diagonal, window_left, window_right, BLOCK_N, LEFT, RIGHT
+        )
     if SPLIT:
         part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
         begin = begin + split * part
@@ -287,13 +307,18 @@ def forward_kernel(
     row_sum = tl.zeros((BLOCK_M, 8) if SLICED else (BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     edges = (begin, full_begin, full_end, end)
-    if ALIBI == BOTH_SIDES:
+    CUT: tl.constexpr = ALIBI == BOTH_SIDES and not LISTED
+    if CUT:
         edges = alibi_edges(edges, first_row, last_row, diagonal, BLOCK_N)
-    LAST: tl.constexpr = 4 if ALIBI == BOTH_SIDES else 2
-    for stage in tl.static_range(0 if LEFT else 1, LAST + 1 if RIGHT or TAIL else LAST):
+    LAST: tl.constexpr = 4 if CUT else 2
+    for stage in tl.static_range(0 if LEFT else 1, LAST + 1 if RIGHT or TAIL or LISTED else LAST):
         MASKED = stage == 0 or stage == LAST
+        SIDE_OF = 2 if LISTED else stage  # listed blocks have no side of the diagonal
         stage_begin, stage_end = stage_range(edges, stage)
-        for first_key in range(stage_begin, stage_end, BLOCK_N):
+        for step in range(stage_begin, stage_end, 1 if LISTED else BLOCK_N):
+            first_key = step
+            if LISTED:
+                first_key = listed_column(entries_ptr, row_list, num_listed_blocks, step, BLOCK_N)
             scores = ()
             for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
                 num_keys = length_k - first_key - slice_key
@@ -320,7 +345,7 @@ def forward_kernel(
                     s = s * scale_log2
                 if ALIBI != 0:
                     offset = diagonal - first_key
-                    s = add_alibi(s, slope, rows, keys + slice_key, offset, stage, ALIBI)
+                    s = add_alibi(s, slope, rows, keys + slice_key, offset, SIDE_OF, ALIBI)
                 if bias_ptr is not None:
                     bias = load_bias(
                         bias_rows + (first_key + slice_key),
@@ -330,16 +355,22 @@ def forward_kernel(
                     )
                     s += bias.to(tl.float32)
                 if MASKED:
-                    seen = visible(
-                        rows[:, None],
-                        keys[None, :],
-                        num_keys,
-                        diagonal - first_key - slice_key,
-                        window_left,
-                        window_right,
-                        LEFT,
-                        RIGHT,
-                    )
+                    if LISTED:
+                        seen = listed_visible(
+                            work_ptr, tiles_ptr, row_list, step, rows % ROWS, keys + slice_key,
+                            BLOCK_N,
+                        )  # fmt: skip
+                    else:
+                        seen = visible(
+                            rows[:, None],
+                            keys[None, :],
+                            num_keys,
+                            diagonal - first_key - slice_key,
+                            window_left,
+                            window_right,
+                            LEFT,
+                            RIGHT,
+                        )
                     s = tl.where(seen, s, float("-inf"))
                 scores += (s,)
             block_max = scores[0]
@@ -347,7 +378,7 @@ def forward_kernel(
                 block_max = tl.maximum(block_max, scores[i])
             largest = tl.max(block_max, 1) * factor
             if ALIBI != 0:
-                shift = alibi_shift(slope, rows, diagonal - first_key, stage, ALIBI)
+                shift = alibi_shift(slope, rows, diagonal - first_key, SIDE_OF, ALIBI)
                 largest += shift
             new_max = tl.maximum(row_max, largest)
             reference = new_max
