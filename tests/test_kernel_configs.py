@@ -13,6 +13,7 @@ from flashattn3.backends.device import SHARED_MEMORY_KIB
 from flashattn3.backends.hopper import kernel_configs
 from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
+    BIAS,
     CACHED_CONFIGS,
     CACHED_FORWARD_CONFIGS,
     DECODE_CONFIGS,
@@ -42,7 +43,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 88
+    assert len(set(names)) == len(names) <= 110
     assert all(name.isidentifier() for name in names)
 
 
@@ -98,6 +99,7 @@ def test_every_problem_finds_exactly_one_row(dtype, masked):
         kin = [
             (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k, r.block_m, r.block_n)
             for r in FORWARD_CONFIGS
+            if not r.term
         ]
         assert len(set(kin)) == len(kin)
         of = dtype, config.head_dim, config.head_dim_v, masked, None
@@ -106,10 +108,26 @@ def test_every_problem_finds_exactly_one_row(dtype, masked):
     assert select_forward_config(dtype, 1, MAX_HEAD_DIM + 1, masked, 1) is None
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+def test_calls_with_a_bias_find_a_row_up_to_128_columns(dtype):
+    """It has a mask, whether the call has one or not; its gradient has one too."""
+    for head_dim, seqlen_k in product((1, 32, 64, 65, 96, 128), (1, 512, 513, 1 << 20)):
+        for masked in (False, True):
+            config = select_forward_config(dtype, head_dim, head_dim, masked, seqlen_k, term=BIAS)
+            assert (config.dtype, config.term, config.masked) == (dtype, BIAS, True)
+            assert config.head_dim == (64 if head_dim <= 64 else 128)
+            assert config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k
+        of_gradient = select_backward_config(dtype, head_dim, head_dim, BIAS)
+        assert (of_gradient.term, of_gradient.head_dim) == (BIAS, config.head_dim)
+    assert select_forward_config(dtype, 129, 1, False, 1, term=BIAS) is None
+    assert select_backward_config(dtype, 1, 129, BIAS) is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_16_bits_find_the_smallest_row(dtype):
     largest = max(config.head_dim for config in BACKWARD_CONFIGS)
-    kin = [(r.head_dim, r.head_dim_v) for r in BACKWARD_CONFIGS if r.dtype == dtype]
+    rows = [r for r in BACKWARD_CONFIGS if r.dtype == dtype and not r.term]
+    kin = [(r.head_dim, r.head_dim_v) for r in rows]
     assert len(set(kin)) == len(kin)
     dims = (1, 8, 64, 65, 96, 97, 128, 129, 136, 160, 191, 192, 193, 256)
     for d, dv in product(dims, dims):

@@ -92,6 +92,18 @@ struct Arguments {
   PartialSums partial_sums;
 };
 
+// Additional arguments of kernel configs with a bias.
+struct BiasArguments : Arguments {
+  // (seqlen_k, seqlen_q, heads, batch), innermost first; boxes of 64 keys x 64 queries.
+  CUtensorMap bias, ds;
+  bool writes_ds;  // the bias needs a gradient
+  bool adds_ds;    // ds is the bias's gradient, to which two work tiles add theirs
+  // 0 where one head, or one sequence, of the bias or of ds serves all; else 1.
+  int heads_differ, sequences_differ;
+  int ds_heads_differ, ds_sequences_differ;
+  int batch;
+};
+
 // The 64 rows of a head that a CTA of preprocess or postprocess computes: a block of the workspace.
 // The number of these CTAs thus depends on the number of rows and not on the longest sequence.
 struct MBlock {

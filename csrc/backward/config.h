@@ -50,6 +50,14 @@ constexpr float unit_of_probabilities(const Config& config) {
   return 1.f / static_cast<float>(1 << -log2_unit_of_probabilities(config));
 }
 
+constexpr bool has_bias(const Config& config) { return config.term == ScoreTerm::kBias; }
+
+// Tiles of dQ in shared memory, one for each consumer warpgroup; beside tiles of the bias and 128
+// columns there is space for one, which they take in turn.
+constexpr int num_dq_buffers(const Config& config) {
+  return has_bias(config) && config.head_dim > 64 ? 1 : config.num_mma_warpgroups;
+}
+
 // Keys of a tile.
 constexpr int block_n(const Config& config) {
   return uses_cluster2(config) ? 128 : 64 * config.num_mma_warpgroups;
@@ -75,10 +83,11 @@ constexpr int kSharedStorageBytes = 3072;
 constexpr int head_dim_bytes(int head_dim) { return (head_dim + 63) / 64 * 128; }
 constexpr int head_dim_bytes(const Config& config) { return head_dim_bytes(config.head_dim); }
 
-// K, V; stages of Q and of dO; two tiles of dS, keys x queries of a step; for each warpgroup 64
-// rows of dQ, or of a part of it, in fp32. cluster2: 64 keys of K, of V and of half the columns of
-// the other CTA's K; two Q, one dO; two tiles each of P, dS and the other CTA's dS. Specialized:
-// two Q, two dO, and of both CTAs' K a second time half the columns, in two atoms.
+// K, V; stages of Q and of dO; two tiles of dS, keys x queries of a step; num_dq_buffers() times 64
+// rows of dQ, or of a part of it, in fp32; a tile of the bias for each stage of Q. cluster2: 64
+// keys of K, of V and of half the columns of the other CTA's K; two Q, one dO; two tiles each of P,
+// dS and the other CTA's dS. Specialized: two Q, two dO, and of both CTAs' K a second time half the
+// columns, in two atoms.
 constexpr int smem_bytes(const Config& config) {
   const int bytes = head_dim_bytes(config), keys = block_n(config);
   if (is_specialized(config)) {
@@ -91,7 +100,8 @@ constexpr int smem_bytes(const Config& config) {
   const int bytes_v = head_dim_bytes(config.head_dim_v);
   return kSharedStorageBytes + (keys + config.num_stages * kBlockM) * (bytes + bytes_v) +
          2 * keys * kBlockM * 2 +
-         config.num_mma_warpgroups * kBlockM * (config.head_dim / num_dq_parts(config)) * 4;
+         num_dq_buffers(config) * kBlockM * (config.head_dim / num_dq_parts(config)) * 4 +
+         (has_bias(config) ? config.num_stages * keys * kBlockM * 2 : 0);
 }
 
 // dq_semaphores per m_block: one for each CTA of a cluster, or each part of dQ, whose columns are

@@ -3,6 +3,7 @@
 // warpgroups.
 #pragma once
 
+#include "attention/bias.cuh"
 #include "attention/block_list.cuh"
 #include "backward/arguments.h"
 #include "backward/probabilities.cuh"
@@ -46,6 +47,10 @@ class ConsumerState {
     // The shuffle hides the address from ptxas, which would compute it anew in every step.
     ds_row_ = __shfl_sync(~0u, first_row + staged_row_of_lane(lane), lane);
     turn_ = warpgroup + 1;
+    if constexpr (Traits::kBias) {
+      bias_columns_ = base + Traits::kBiasOffset + warpgroup * (kBlockM * 128) +
+                      transposed_columns_of_lane(threadIdx.x % 128);
+    }
   }
 
  protected:
@@ -146,11 +151,16 @@ class ConsumerState {
 
   // Passes a part of dQ to its dQ writer through shared memory.
   __device__ __forceinline__ void hand_over(const QueryGradient& dq, int part) {
-    // Sync: what this warpgroup handed over last has been read.
-    storage_.dq_empty[warpgroup_].wait(dq_.phase() ^ 1);
+    if constexpr (Traits::kOneDqBuffer) {
+      // Sync: what the other warpgroup handed over, dQ of the step before, has been read.
+      const PipelineState<2> before = PipelineState<2>::after_steps(step_ - 2);
+      storage_.dq_empty[before.index()].wait(before.phase());
+    } else {
+      // Sync: what this warpgroup handed over last has been read.
+      storage_.dq_empty[warpgroup_].wait(dq_.phase() ^ 1);
+    }
     float4* dq_accum =
-        reinterpret_cast<float4*>(shared_ + Traits::kDqOffset + warpgroup_ * Traits::kDqBytes) +
-        threadIdx.x % 128;
+        reinterpret_cast<float4*>(shared_ + Traits::dq_offset(warpgroup_)) + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < Traits::kDqColumns / 8; ++i) {
       dq_accum[i * 128] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
@@ -172,6 +182,42 @@ class ConsumerState {
     warpgroup_fence_operand(dq);
     if (kReleases) release_previous_ds();
     hand_over(dq, part);
+  }
+
+  // Where this lane reads the bias, and writes its gradient, at a stage.
+  __device__ __forceinline__ uint32_t bias_columns(uint32_t stage) const {
+    return bias_columns_ + stage * Traits::kBiasBytes;
+  }
+  // dS replaces this warpgroup's part of the bias at a stage, and is stored as its gradient.
+  __device__ __forceinline__ void stage_bias_gradient(const Operand& ds, uint32_t stage) const {
+    if (bias_arguments().writes_ds) stage_transposed(bias_columns(stage), ds);
+  }
+  // After store_ds, which has fenced.
+  __device__ __forceinline__ void store_bias_gradient(uint32_t stage) {
+    named_barrier_sync(2 + Traits::kConsumers + warpgroup_, 128);  // Sync: all four have staged.
+    const BiasArguments& args = bias_arguments();
+    if (threadIdx.x % 128 != 0 || !args.writes_ds) return;
+    const uint8_t* staged =
+        shared_ + Traits::kBiasOffset + stage * Traits::kBiasBytes + warpgroup_ * (kBlockM * 128);
+    const int key = tile().first_key + 64 * warpgroup_, row = storage_.place[stage].row;
+    const int head = storage_.place[stage].head * args.ds_heads_differ;
+    const int sequence = tile().batch_idx * args.ds_sequences_differ;
+    if (args.adds_ds) {
+      start_add<kElement>(&args.ds, staged, key, row, head, sequence);
+    } else {
+      start_store(&args.ds, staged, key, row, head, sequence);
+    }
+    commit_stores();
+  }
+  // Releases the bias of the step before, whose gradient has been copied by now, or nearly.
+  __device__ __forceinline__ void release_previous_bias() {
+    if (threadIdx.x % 128 != 0 || step_ == 0) return;
+    wait_for_stores();
+    // Sync: this warpgroup no longer uses it.
+    storage_.bias_empty[PipelineState<Traits::kStages>::after_steps(step_ - 1).index()].arrive();
+  }
+  __device__ __forceinline__ const BiasArguments& bias_arguments() const {
+    return static_cast<const BiasArguments&>(args_);
   }
 
   // Zero fill past the end of the sequence of keys: those tokens may belong to another sequence or
@@ -216,11 +262,12 @@ class ConsumerState {
   PipelineState<2> tile_{0};
   PipelineState<1> dq_{0};  // this warpgroup's dQ buffer
   uint32_t kv_phase_ = 0;
-  uint32_t low_;       // address of shared memory / 16
-  uint32_t ds_row_;    // where this lane stores dS in buffer 0 (staged_row_of_lane)
-  uint32_t step_ = 0;  // steps since the start of the kernel
-  int turn_;           // steps until this warpgroup computes dQ of the previous step
-  int partial_block_;  // the m_block that needs zero fill; -1: none
+  uint32_t low_;           // address of shared memory / 16
+  uint32_t bias_columns_;  // where this lane reads the bias at stage 0, if there is one
+  uint32_t ds_row_;        // where this lane stores dS in buffer 0 (staged_row_of_lane)
+  uint32_t step_ = 0;      // steps since the start of the kernel
+  int turn_;               // steps until this warpgroup computes dQ of the previous step
+  int partial_block_;      // the m_block that needs zero fill; -1: none
 };
 
 }  // namespace flashattn3::backward

@@ -20,7 +20,7 @@ class DqWriter {
   __device__ __forceinline__ DqWriter(const Arguments& args, uint8_t* shared, int writer)
       : args_(args),
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
-        dq_smem_(cute::cast_smem_ptr_to_uint(shared) + Traits::kDqOffset),
+        smem_(cute::cast_smem_ptr_to_uint(shared)),
         writer_(writer) {}
 
   __device__ __forceinline__ void run() {
@@ -66,7 +66,7 @@ class DqWriter {
     // Sync: if another tile was the first, it has stored.
     const bool first = args_.deterministic ? before == 0 : claim_dq_accum(dq_semaphore);
     fence_global_proxies();
-    const uint32_t dq = dq_smem_ + warpgroup * Traits::kDqBytes;
+    const uint32_t dq = smem_ + Traits::dq_offset(warpgroup);
     float* dq_accum =
         args_.workspace.dq_accum + row * Traits::kHeadDim + part * (Traits::kDqBytes / 4);
     if (first) {
@@ -92,7 +92,7 @@ class DqWriter {
 
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
-  uint32_t dq_smem_;
+  uint32_t smem_;  // address of shared memory
   int writer_;
   PipelineState<2> tile_{0};
   PipelineState<1> own_{0};                    // of the part that a warpgroup computes in each step

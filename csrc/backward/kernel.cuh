@@ -19,7 +19,7 @@ namespace flashattn3::backward {
 // The template argument is a type and not a Config, as for forward::attention_kernel.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    attention_kernel(const __grid_constant__ Arguments args) {
+    attention_kernel(const __grid_constant__ typename Traits::Arguments args) {
   constexpr Config kConfig = Traits::kConfig;
   extern __shared__ __align__(1024) uint8_t shared[];
   using Storage = SharedStorageOf<kConfig>;

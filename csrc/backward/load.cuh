@@ -48,7 +48,7 @@ class Producer {
   // Finds the next tile that has keys (with varlen some have none); false: no tile is left.
   __device__ __forceinline__ bool next_valid_tile(WorkTile& tile) {
     while (!tiles_.done()) {
-      tile = describe_work_tile<Traits::kBlockN>(args_, tiles_.index());
+      tile = describe_work_tile<Traits::kBlockN, Traits::kBias>(args_, tiles_.index());
       if (tile.first_key < tile.num_keys) return true;
       tiles_.request();
       tiles_.advance();
@@ -89,7 +89,23 @@ class Producer {
                                    tile);
       kv_phase_ ^= 1;
     }
+    if constexpr (Traits::kBias) load_bias(tile, head, block, full);
     rows_.advance();
+  }
+
+  // Loads the bias of a step.
+  __device__ __forceinline__ void load_bias(const WorkTile& tile, int head, int block,
+                                            Barrier& full) {
+    const auto& args = static_cast<const BiasArguments&>(args_);
+    const uint32_t stage = rows_.index();
+    // Sync: every warpgroup has released its part.
+    storage_.bias_empty[stage].wait(rows_.phase());
+    storage_.place[stage] = {block * kBlockM, head};
+    full.arrive_and_expect(Traits::kBiasBytes);
+    copy_tile<kBlockM, Traits::kConsumers, 64>(
+        shared_ + Traits::kBiasOffset + stage * Traits::kBiasBytes, &args.bias, full, kReadNormally,
+        block * kBlockM, head * args.heads_differ, tile.batch_idx * args.sequences_differ,
+        tile.first_key / 64);
   }
 
   template <int kAtoms>

@@ -38,7 +38,7 @@ class Consumer : ConsumerStep<kConfig> {
     while (true) {
       // Sync: the producer has written the tile, which stays valid until all arrive at tile_empty.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
-      if (uniform(tile().first_key) < 0) return;
+      if (uniform(tile().first_key) < 0) break;
       if (uniform(tile().m_blocks.begin) == uniform(tile().m_blocks.end)) {
         store_zeros(key_target(args_, tile(), warp_first_key()));
         store_zeros(value_target(args_, tile(), warp_first_key()));
@@ -48,6 +48,8 @@ class Consumer : ConsumerStep<kConfig> {
       storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread no longer reads the tile.
       tile_.advance();
     }
+    // Shared memory must outlive the copies of the last step's gradient of the bias.
+    if (Traits::kBias && threadIdx.x % 32 == 0) wait_for_stores();
   }
 
  private:

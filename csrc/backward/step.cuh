@@ -39,20 +39,28 @@ class Step : protected ConsumerState<kConfig> {
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
     load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage.lse[stage], this->column());
-    exponentiate(s, lse, this->args_.score_scale);
+    if constexpr (Traits::kBias) {
+      exponentiate_with_bias<kElement>(s, lse, this->args_.score_scale.factor,
+                                       this->bias_columns(stage));
+    } else {
+      exponentiate(s, lse, this->args_.score_scale);
+    }
     this->mask_unless_full(s, position, full_blocks);
     pack_probabilities<kElement, kBlockM>(p, s);
     this->template start_gradient<kHeadDim>(dv, p, Base::dout_low(stage));
+    if constexpr (Traits::kBias) this->release_previous_bias();
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
-    if (this->args_.score_scale.caps()) {
+    if (!Traits::kBias && this->args_.score_scale.caps()) {
       differentiate_cap<true>(s, storage.lse[stage], this->args_.score_scale, this->column());
     }
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];
     pack_probabilities<kElement, kBlockM>(ds, s);
+    if constexpr (Traits::kBias) this->stage_bias_gradient(ds, stage);
     this->store_ds(ds);
     this->template start_gradient<kHeadDim>(dk, ds, Base::q_low(stage));
+    if constexpr (Traits::kBias) this->store_bias_gradient(stage);
     warpgroup_wait<1>();
     if (this->takes_turn()) {
       QueryGradient dq;
@@ -77,6 +85,7 @@ class Step : protected ConsumerState<kConfig> {
     this->store_ds(ds);
     // Sync: this warp reads no Q and dO.
     this->arrive_warp(this->storage_.q_dout_empty[this->q_dout().index()]);
+    if constexpr (Traits::kBias) this->release_previous_bias();
     end_dq();
   }
 

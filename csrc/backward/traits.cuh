@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "backward/arguments.h"
 #include "backward/config.h"
 #include "backward/work_tile.cuh"
 #include "ptx/mbarrier.cuh"
@@ -33,13 +35,23 @@ struct KernelTraits {
   static constexpr int kDqWriters = num_dq_writers(kConfig);
   static constexpr int kDqColumns = kHeadDim / kDqParts;
   static constexpr int kDqBytes = kBlockM * kDqColumns * 4;  // of a part
-  // Shared memory, in bytes: SharedStorage, K, V, stages of Q, stages of dO, dS, dQ.
+  static constexpr bool kBias = has_bias(kConfig);
+  using Arguments = std::conditional_t<kBias, BiasArguments, backward::Arguments>;
+  static constexpr int kBiasBytes = kBlockM * kBlockN * 2;
+  // Where a warpgroup hands over dQ.
+  static constexpr bool kOneDqBuffer = num_dq_buffers(kConfig) == 1;
+  static constexpr int dq_offset(int warpgroup) {
+    return kDqOffset + (kOneDqBuffer ? 0 : warpgroup * kDqBytes);
+  }
+  // Shared memory, in bytes: SharedStorage, K, V, stages of Q, stages of dO, dS, dQ, tiles of the
+  // bias: for each warpgroup 64 queries x its 64 keys.
   static constexpr int kKOffset = kSharedStorageBytes;
   static constexpr int kVOffset = kKOffset + kKBytes;
   static constexpr int kQOffset = kVOffset + kVBytes;
   static constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
   static constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
   static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes;
+  static constexpr int kBiasOffset = kDqOffset + num_dq_buffers(kConfig) * kDqBytes;
 
   // setmaxnreg: multiples of 8; the total is at most the CTA's registers at launch.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
@@ -67,7 +79,10 @@ struct KernelTraits {
   static_assert(kStages >= 2 && (kStages & (kStages - 1)) == 0, "a step's number gives its stage");
   static_assert(kDqParts == 1 ? kHeadDimV == kHeadDim : kDqParts == kConsumers + 1);
   static_assert(kHeadDim % 32 == 0 && kHeadDimV <= 128, "dK and dV are kept in registers");
-  static_assert(kDqOffset + kConsumers * kDqBytes == smem_bytes(kConfig));
+  static_assert(!kBias || kDqParts == 1, "a step of up to 128 columns adds the bias");
+  static_assert(!kOneDqBuffer || kConsumers == 2, "consumer_state.cuh: turns");
+  static_assert(kBiasOffset % 1024 == 0);
+  static_assert(kBiasOffset + (kBias ? kStages * kBiasBytes : 0) == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA");
 };
 
@@ -98,13 +113,13 @@ struct SharedStorage {
   Barrier tile_full[2], tile_empty[2];
   WorkTile tile[2];
 
-  // One thread calls it, before the CTA's first __syncthreads.
-  __device__ __forceinline__ void init() {
+  // One thread calls it, before the CTA's first __syncthreads. loads: arrivals at q_dout_full.
+  __device__ __forceinline__ void init(int loads = 2) {
     constexpr int kWarps = 4 * kConsumers;
     k_full.init(1), k_empty.init(kWarps);
     v_full.init(1), v_empty.init(32 * kWarps);
     for (int i = 0; i < kStages; ++i) {
-      q_dout_full[i].init(2), q_dout_empty[i].init(kWarps);
+      q_dout_full[i].init(loads), q_dout_empty[i].init(kWarps);
     }
     for (int i = 0; i < 2; ++i) {
       ds_full[i].init(kWarps), ds_empty[i].init(kDqWriters == kConsumers ? 4 : kWarps);
@@ -117,8 +132,30 @@ struct SharedStorage {
   }
 };
 
+// With a bias, whose tile of a step is loaded at the stage of Q and replaced by its gradient:
+//   q_dout_full  3: the producer for the bias too
+//   bias_empty   one for each warpgroup: its part has been read, and the gradient copied from it
+template <class Base, int kStages, int kConsumers>
+struct BiasStorage : Base {
+  Barrier bias_empty[kStages];
+  struct {
+    int row, head;  // of the step's first query, and of q
+  } place[kStages];
+
+  __device__ __forceinline__ void init() {
+    for (Barrier& barrier : bias_empty) barrier.init(kConsumers);
+    Base::init(3);
+  }
+};
+
 template <Config kConfig>
-using SharedStorageOf =
+using PlainStorage =
     SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups, num_dq_writers(kConfig)>;
+
+template <Config kConfig>
+using SharedStorageOf = std::conditional_t<
+    has_bias(kConfig),
+    BiasStorage<PlainStorage<kConfig>, kConfig.num_stages, kConfig.num_mma_warpgroups>,
+    PlainStorage<kConfig>>;
 
 }  // namespace flashattn3::backward

@@ -148,19 +148,28 @@ class WorkTileBlocks {
 };
 
 // Work tile of a scheduler index, with kBlockN keys. With varlen it may have no keys.
-template <int kBlockN>
+template <int kBlockN, bool kBias = false>
 __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, int index) {
   const HeadGroups& heads = args.scheduler.heads;
   TileCoord coord = find_tile(args.scheduler, index);
   const bool reversed = args.traversal == Traversal::kDiagonalReversed &&
                         coord.batch_head_idx >= heads.num_heads - heads.last_l2_group_heads;
   if (reversed) coord.block = heads.num_blocks - 1 - coord.block;
-  const int batch_idx = coord.batch_head_idx / args.num_heads_kv;
+  int batch_idx = coord.batch_head_idx / args.num_heads_kv;
+  int head = coord.batch_head_idx - batch_idx * args.num_heads_kv;
+  if constexpr (kBias) {
+    // Sequences that share a bias are neighbours, so that its tiles are read from L2.
+    const auto& bias = static_cast<const BiasArguments&>(args);
+    if (!bias.sequences_differ) {
+      head = coord.batch_head_idx / bias.batch;
+      batch_idx = coord.batch_head_idx - head * bias.batch;
+    }
+  }
   const Sequence rows = find_sequence(args.seqlens_q, batch_idx);
   const Sequence keys = find_sequence(args.seqlens_k, batch_idx);
   WorkTile tile;
   tile.first_key = coord.block * kBlockN;
-  tile.head = coord.batch_head_idx - batch_idx * args.num_heads_kv;
+  tile.head = head;
   tile.batch_coord = args.seqlens_k.cu_seqlens != nullptr ? 0 : batch_idx;
   tile.key_offset = keys.offset;
   tile.num_rows = rows.length;

@@ -36,4 +36,13 @@ struct Arguments {
   Variant variant;
 };
 
+// Additional arguments of kernel configs with a bias.
+struct BiasArguments : Arguments {
+  // (seqlen_k, seqlen_q, heads, batch), innermost first; boxes of 64 columns x block_m rows.
+  CUtensorMap bias;
+  // 0 where one head, or one sequence, of the bias serves all; else 1.
+  int heads_differ, sequences_differ;
+  int batch;
+};
+
 }  // namespace flashattn3::forward

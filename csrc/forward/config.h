@@ -64,11 +64,18 @@ constexpr int out_columns_staged(const Config& config) {
   return out_over_q(config) || promotes_in_smem(config) || all < 128 ? all : 128;
 }
 
+// Bytes of a tile of the bias, which each K stage has beside K: atoms of 64 columns, 16 bits each.
+constexpr int bias_tile_bytes(const Config& config) {
+  return config.term == ScoreTerm::kBias ? config.block_m * ((config.block_n + 63) / 64) * 128 : 0;
+}
+
 constexpr int smem_bytes(const Config& config) {
   const int staged = out_over_q(config) ? 0 : config.block_m * out_columns_staged(config) * 2;
   const int row = row_bytes(config, config.head_dim);
   return shared_storage_bytes(config) + config.num_q_buffers * config.block_m * row +
-         config.num_stages * (config.block_n * row + v_tile_bytes(config)) + staged;
+         config.num_stages *
+             (config.block_n * row + v_tile_bytes(config) + bias_tile_bytes(config)) +
+         staged;
 }
 
 }  // namespace flashattn3::forward

@@ -88,12 +88,21 @@ class Producer {
 
   __device__ __forceinline__ Load describe(int index) const {
     const TileCoord coord = find_tile(args_.scheduler, index);
-    const int batch_idx = coord.batch_head_idx / args_.num_heads_q;
+    int batch_idx = coord.batch_head_idx / args_.num_heads_q;
+    int head = coord.batch_head_idx - batch_idx * args_.num_heads_q;
+    if constexpr (Traits::kBias) {
+      // Sequences that share a bias are neighbours, so that its tiles are read from L2.
+      const auto& args = static_cast<const BiasArguments&>(args_);
+      if (!args.sequences_differ) {
+        head = coord.batch_head_idx / args.batch;
+        batch_idx = coord.batch_head_idx - head * args.batch;
+      }
+    }
     const Sequence rows = find_sequence(args_.seqlens_q, batch_idx);
     const Sequence keys = find_sequence(args_.seqlens_k, batch_idx);
     Load load;
     load.tile.first_row = coord.block * Traits::kBlockM;
-    load.tile.head = coord.batch_head_idx - batch_idx * args_.num_heads_q;
+    load.tile.head = head;
     load.tile.batch_coord = args_.seqlens_q.cu_seqlens != nullptr ? 0 : batch_idx;
     load.tile.row_offset = rows.offset;
     load.tile.num_rows = rows.length;
@@ -150,10 +159,18 @@ class Producer {
   __device__ __forceinline__ void load_k(const Load& load, int i) {
     // Sync: every consumer warp has released the stage.
     storage_.k_empty[k_.index()].wait(k_.phase());
-    load_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
-        shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes, &args_.k,
-        storage_.k_full[k_.index()], kReadAgain, load.kv_row_of(i), load.kv_head,
-        load.kv_batch_coord);
+    uint8_t* stage = shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes;
+    Barrier& full = storage_.k_full[k_.index()];
+    full.arrive_and_expect(Traits::kKBytes + Traits::kBiasBytes);
+    copy_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
+        stage, &args_.k, full, kReadAgain, load.kv_row_of(i), load.kv_head, load.kv_batch_coord);
+    if constexpr (Traits::kBias) {
+      const auto& args = static_cast<const BiasArguments&>(args_);
+      copy_tile<Traits::kBlockM, Traits::kBiasAtoms, 64>(
+          shared_ + Traits::kBiasOffset + k_.index() * Traits::kBiasBytes, &args.bias, full,
+          kReadNormally, load.tile.first_row, load.tile.head * args.heads_differ,
+          load.tile.batch_idx * args.sequences_differ, load.first_key(i) / 64);
+    }
     k_.advance();
   }
 

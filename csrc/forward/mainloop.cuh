@@ -2,10 +2,10 @@
 // BlockWalk. Phases of a block:
 //   load      wait_for_k(), wait_for_v(): load.cuh has filled the stage
 //   QK^T      gemm_qk() starts S
-//   softmax   Variant::transform(), then exponents relative to row_max and their sums (softmax.cuh)
-//   mask      mask() of the exponents, unless the block is full
-//   PV        gemm_pv() starts O += P V
-//   epilogue  store_rows() stores O over the row sums, and lse (epilogue.cuh)
+//   softmax   Variant::transform(), the bias if there is one, then exponents relative to row_max
+//   and their sums (softmax.cuh) mask      mask() of the exponents, unless the block is full PV
+//   gemm_pv() starts O += P V epilogue  store_rows() stores O over the row sums, and lse
+//   (epilogue.cuh)
 // kernel.cuh calls start_first_qk(), attend() and the epilogue of each work tile. Step j, with two
 // GEMMs in flight: QK^T of j, PV of j - 1, wait for S, softmax and mask, which overlap the PV GEMM,
 // release K (until then S may have to be recomputed), wait for O, release V of j - 1, pack P. The
@@ -52,11 +52,12 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
-    const UniformScale scale = args_.variant.exponents();
-    this->release_k(kv_);
+    const UniformScale scale = exponent_scale();
+    if constexpr (!Traits::kBias) this->release_k(kv_);
     int highest[2];
     float unused[2];
-    exponents(s, softmax, scale, highest);
+    exponents(s, softmax, scale, kv_, highest);
+    if constexpr (Traits::kBias) this->release_k(kv_);  // the tile of the bias is released with it
     this->mask(s, at);
     softmax.rescale(s, unused);
     softmax.exponentiate(s);
@@ -114,10 +115,23 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at), this->v_strides());
   }
 
+  // Converts what transform() and add_bias() leave to exponents.
+  __device__ __forceinline__ UniformScale exponent_scale() const {
+    constexpr float kLog2e = 1.44269504088896f;
+    if constexpr (Traits::kBias) return {kLog2e};
+    return args_.variant.exponents();
+  }
+
+  // Adds the tile of the bias at a K stage, if the kernel config has one.
+  __device__ __forceinline__ void add_term(Scores& s, PipelineState<kStages> at) const {
+    if constexpr (Traits::kBias) this->add_bias(s, args_.variant.exponents().factor, at);
+  }
+
   // Converts scores to exponents relative to row_max.
   __device__ __forceinline__ void exponents(Scores& s, const Softmax& softmax, UniformScale scale,
-                                            int (&highest)[2]) const {
+                                            PipelineState<kStages> kv, int (&highest)[2]) const {
     args_.variant.transform(s);
+    add_term(s, kv);
     softmax.subtract_row_max(s, scale, highest);
   }
 
@@ -128,6 +142,9 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     Change change{false};
     bool exact = args_.variant.transforms();
     if constexpr (Traits::kMasked) exact = exact || !at.is_full() || softmax.warp_has_unseen();
+    if constexpr (Traits::kBias) {
+      if (!exact) add_term(s, kv);
+    }
     if (exact || softmax.exponentiate_at_once(s, scale)) {
       warpgroup_fence_operand(s);
       if (!exact) {  // exponentiate_at_once has overwritten S
@@ -137,7 +154,7 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
       }
       // If the sums overflowed, row_max rises even if no single score passed the threshold: else
       // the sums of the next block would overflow again.
-      change = exact_softmax(s, softmax, factor, scale, at, !exact);
+      change = exact_softmax(s, softmax, factor, scale, kv, at, !exact);
       softmax.exponentiate(s);
     }
     this->release_k(kv);
@@ -146,10 +163,10 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
 
   // Converts scores to exponents, masked, and rescales if needed.
   __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
-                                                  UniformScale scale, const BlockWalk& at,
-                                                  bool sum_overflow) {
+                                                  UniformScale scale, PipelineState<kStages> kv,
+                                                  const BlockWalk& at, bool sum_overflow) {
     int highest[2];
-    exponents(s, softmax, scale, highest);
+    exponents(s, softmax, scale, kv, highest);
     const bool rescales =
         softmax.needs_rescale(highest, Softmax::kRescaleThreshold) || sum_overflow;
     if constexpr (Traits::kMasked) this->mask(s, at);

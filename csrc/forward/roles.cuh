@@ -9,8 +9,17 @@
 namespace flashattn3::forward {
 
 template <Config kConfig>
-using RolesOf =
-    std::conditional_t<is_quantized(kConfig.dtype), QuantizedRoles<kConfig>,
-                       std::conditional_t<kConfig.cached, CachedRoles<kConfig>, Roles<kConfig>>>;
+struct BiasRoles : Roles<kConfig> {
+  using Arguments = BiasArguments;
+};
+
+template <Config kConfig>
+using PlainRoles =
+    std::conditional_t<kConfig.term == ScoreTerm::kBias, BiasRoles<kConfig>, Roles<kConfig>>;
+
+template <Config kConfig>
+using RolesOf = std::conditional_t<
+    is_quantized(kConfig.dtype), QuantizedRoles<kConfig>,
+    std::conditional_t<kConfig.cached, CachedRoles<kConfig>, PlainRoles<kConfig>>>;
 
 }  // namespace flashattn3::forward

@@ -30,23 +30,27 @@ struct KernelTraits {
   static constexpr int kThreads = num_threads(kConfig);
 
   static constexpr bool kQuantized = is_quantized(kElement);
+  static constexpr bool kBias = kConfig.term == ScoreTerm::kBias;
   static constexpr int kAtoms = row_bytes(kConfig, kHeadDim) / 128;    // per row of Q or K
   static constexpr int kAtomsV = row_bytes(kConfig, kHeadDimV) / 128;  // per row of 16-bit V
   static constexpr int kAtomColumns = 128 / element_bytes(kElement);
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
+  static constexpr int kBiasBytes = bias_tile_bytes(kConfig);
+  static constexpr int kBiasAtoms = (kBlockN + 63) / 64;
   static constexpr auto strides() { return AtomMajor<kBlockN>(); }  // of K and 16-bit V
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
   static constexpr int kOutRegisters = (kHeadDimV + (kQuantized ? kRowSumColumns : 0)) / 2;
   static constexpr bool kOutOverQ = out_over_q(kConfig);
   static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // staged by a warp at once
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
-  // overlay Q), V stages.
+  // overlay Q), V stages, tiles of the bias, which have the stages of K.
   static constexpr int kQOffset = shared_storage_bytes(kConfig);
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
   static constexpr int kVOffset = kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutAtoms * 128);
+  static constexpr int kBiasOffset = kVOffset + kStages * kVBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation, or it would hang.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -72,7 +76,10 @@ struct KernelTraits {
   // their V tiles only afterwards.
   static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN <= kStages);
   static_assert(kOutOffset % 1024 == 0 && kVOffset % 1024 == 0);
-  static_assert(kVOffset + kStages * kVBytes == smem_bytes(kConfig));
+  static_assert(!kBias || (kBiasOffset % 1024 == 0 && !kQuantized && !kConfig.cached));
+  // With a mask a row may see no key of a block; a bias of -inf has the same effect.
+  static_assert(kMasked || !kBias);
+  static_assert(kBiasOffset + kStages * kBiasBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
 };
 

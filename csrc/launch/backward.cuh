@@ -13,6 +13,7 @@
 #include "backward/postprocess.cuh"
 #include "backward/preprocess.cuh"
 #include "launch/backward_sizes.cuh"
+#include "launch/bias.h"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -20,6 +21,12 @@
 #include "launch/varlen.h"
 
 namespace flashattn3 {
+
+template <backward::Config kConfig>
+using BackwardTraitsOf = std::conditional_t<
+    backward::is_specialized(kConfig), backward::specialized::KernelTraits<kConfig>,
+    std::conditional_t<backward::uses_cluster2(kConfig), backward::cluster2::KernelTraits<kConfig>,
+                       backward::KernelTraits<kConfig>>>;
 
 template <backward::Config kConfig>
 backward::Workspace make_workspace(const BackwardSizes& sizes, const BackwardParams& params) {
@@ -34,9 +41,37 @@ backward::Workspace make_workspace(const BackwardSizes& sizes, const BackwardPar
   return workspace;
 }
 
+// Sets what a bias adds: its maps, and the order of work tiles.
 template <backward::Config kConfig>
-backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
-                                            const BackwardParams& params) {
+void set_bias_arguments(backward::BiasArguments& args, const BackwardSizes& sizes,
+                        const BackwardParams& params) {
+  const ForwardParams& forward = params.forward;
+  const BiasParams& bias = forward.bias;
+  expect(args.score_scale.tanh_scale == 0.f, "launch", "the cap of scores", "none with a bias",
+         args.score_scale.factor);
+  args.bias = make_bias_map("bias", kConfig.dtype, bias, forward, backward::kBlockM);
+  args.ds = args.bias;
+  args.writes_ds = params.dbias != nullptr;
+  args.adds_ds = num_bias_terms(forward) == 2;
+  const bool direct = params.ds == nullptr;
+  args.ds_heads_differ = !(direct && bias.one_head);
+  args.ds_sequences_differ = !(direct && bias.one_sequence);
+  if (args.writes_ds) {
+    const int64_t pitch = bias_pitch(forward.seqlen_k), plane = forward.seqlen_q * pitch;
+    const int heads = args.ds_heads_differ ? forward.num_heads_q : 1;
+    const BiasParams ds{.data = direct ? params.dbias : params.ds,
+                        .stride = {.batch = heads * plane, .seq = pitch, .head = plane},
+                        .one_sequence = !args.ds_sequences_differ,
+                        .one_head = !args.ds_heads_differ};
+    args.ds = make_bias_map("ds", kConfig.dtype, ds, forward, backward::kBlockM);
+  }
+  args.heads_differ = !bias.one_head, args.sequences_differ = !bias.one_sequence;
+  args.batch = forward.batch;
+  args.scheduler.heads = heads_with_bias(forward, sizes.tiles);
+}
+
+template <backward::Config kConfig>
+auto make_backward_arguments(const BackwardSizes& sizes, const BackwardParams& params) {
   const ForwardParams& forward = params.forward;
   const bool varlen = forward.varlen;
   const int sequences = varlen ? 1 : forward.batch;
@@ -52,7 +87,7 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   };
   constexpr int keys =
       backward::block_n(kConfig) / (backward::uses_cluster2(kConfig) ? 2 : 1);  // of a CTA
-  backward::Arguments args;
+  typename BackwardTraitsOf<kConfig>::Arguments args;
   args.q = map("q", forward.q, q_shape, forward.q_stride, backward::kBlockM);
   args.k = map("k", forward.k, k_shape, forward.k_stride, keys);
   args.v = map("v", forward.v, v_shape, forward.v_stride, keys);
@@ -103,6 +138,7 @@ backward::Arguments make_backward_arguments(const BackwardSizes& sizes,
   args.partial_sums = {reinterpret_cast<float4*>(static_cast<uint8_t*>(params.workspace) +
                                                  sizes.bytes_before_partial_sums),
                        args.workspace.tiles_done + sizes.num_heads_done, sizes.tiles_of_sequence};
+  if constexpr (backward::has_bias(kConfig)) set_bias_arguments<kConfig>(args, sizes, params);
   return args;
 }
 
@@ -141,18 +177,20 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardSizes& siz
 }
 
 template <backward::Config kConfig>
-using BackwardTraitsOf = std::conditional_t<
-    backward::is_specialized(kConfig), backward::specialized::KernelTraits<kConfig>,
-    std::conditional_t<backward::uses_cluster2(kConfig), backward::cluster2::KernelTraits<kConfig>,
-                       backward::KernelTraits<kConfig>>>;
-
-template <backward::Config kConfig>
 constexpr auto backward_kernel() {
   if constexpr (backward::uses_cluster2(kConfig)) {
     return &backward::cluster2::attention_kernel<BackwardTraitsOf<kConfig>>;
   } else {
     return &backward::attention_kernel<BackwardTraitsOf<kConfig>>;
   }
+}
+
+// Enqueues the sums of ds, or zeros where a mask hides blocks.
+template <ElementType kElement>
+void reduce_bias(const char* name, const BackwardParams& params, cudaStream_t stream) {
+  const backward::ReduceBiasArguments args = make_reduce_bias_arguments(params);
+  launch_kernel(name, " sums of dbias", backward::reduce_bias_kernel<kElement>,
+                {num_reduce_bias_ctas(args), backward::kReduceBiasThreads}, stream, false, args);
 }
 
 // Enqueues the kernels asynchronously. name: of the kernel config. Throws std::runtime_error,
@@ -163,7 +201,10 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
   const ForwardParams& forward = params.forward;
   if (forward.has_no_gradients()) return;
   const BackwardSizes sizes = backward_sizes<kConfig>(name, forward);
-  const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
+  const auto args = make_backward_arguments<kConfig>(sizes, params);
+  if (backward::has_bias(kConfig) && params.dbias != nullptr && num_bias_terms(forward) == 2) {
+    clear_bias_gradient(params, stream);
+  }
   if (forward.varlen) launch_varlen_backward(params, backward::block_n(kConfig), stream);
   launch_kernel(name, " preprocess", backward::preprocess_kernel<kConfig.dtype>,
                 {sizes.num_m_blocks(), backward::kPreprocessThreads}, stream, forward.pdl,
@@ -175,7 +216,14 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
   launch_kernel(name, "", kKernel, {num_ctas, backward::num_threads(kConfig), kSharedBytes}, stream,
                 forward.pdl, args);
   launch_kernel(name, " postprocess", backward::postprocess_kernel<BackwardTraitsOf<kConfig>>,
-                {sizes.num_m_blocks(), 128}, stream, forward.pdl, args);
+                {sizes.num_m_blocks(), 128}, stream, forward.pdl,
+                static_cast<const backward::Arguments&>(args));
+  if constexpr (backward::has_bias(kConfig)) {
+    const bool zeros = num_bias_terms(forward) == 1 && forward.masked();
+    if (params.dbias != nullptr && (params.ds != nullptr || zeros)) {
+      reduce_bias<kConfig.dtype>(name, params, stream);
+    }
+  }
 }
 
 }  // namespace flashattn3

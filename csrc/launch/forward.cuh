@@ -9,6 +9,7 @@
 #include <string>
 
 #include "forward/roles.cuh"
+#include "launch/bias.h"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -126,13 +127,24 @@ void set_query_arguments(forward::Arguments& args, const ForwardParams& params) 
   args.variant.window = window_of(params);
 }
 
+// Sets what a bias adds: its map, scores in its units, and the order of work tiles.
 template <forward::Config kConfig>
-forward::Arguments make_forward_arguments(const ForwardParams& params) {
+void set_bias_arguments(forward::BiasArguments& args, const ForwardParams& params) {
+  const BiasParams& bias = params.bias;
+  args.bias = make_bias_map("bias", kConfig.dtype, bias, params, kConfig.block_m);
+  args.heads_differ = !bias.one_head, args.sequences_differ = !bias.one_sequence;
+  args.batch = params.batch;
+  args.variant.scale.factor *= 0.693147180559945f;  // ln 2: not in log2 units
+  args.scheduler.heads = heads_with_bias(params, forward_tiles<kConfig>(params));
+}
+
+template <forward::Config kConfig>
+auto make_forward_arguments(const ForwardParams& params) {
   const TensorMapShape k_shape{params.head_dim, params.varlen ? params.total_k : params.seqlen_k,
                                params.num_heads_kv, params.varlen ? 1 : params.batch};
   const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
   constexpr bool kQuantized = is_quantized(kConfig.dtype);
-  forward::Arguments args;
+  typename forward::RolesOf<kConfig>::Arguments args;
   set_query_arguments<kConfig>(args, params);
   args.k = make_tensor_map("k", kConfig.dtype, params.k, params.q, k_shape, params.k_stride,
                            kConfig.block_n);
@@ -149,6 +161,7 @@ forward::Arguments make_forward_arguments(const ForwardParams& params) {
   const bool no_keys = k_shape.seq == 0 || params.k == nullptr || params.v == nullptr;
   if (no_keys) args.seqlens_k.longest = 0;
   args.variant.scale = score_scale_of(params, kQuantized);
+  if constexpr (kConfig.term == ScoreTerm::kBias) set_bias_arguments<kConfig>(args, params);
   return args;
 }
 
@@ -161,7 +174,7 @@ void launch_forward(const char* name, const ForwardParams& params, cudaStream_t 
   check_problem<kConfig>(name, params);
   if (params.varlen) launch_varlen_forward(params, forward_tile_shape<kConfig>(params), stream);
   if (params.batch <= 0 || params.seqlen_q <= 0) return;
-  const forward::Arguments args = make_forward_arguments<kConfig>(params);
+  const auto args = make_forward_arguments<kConfig>(params);
   constexpr auto kKernel = forward_kernel<kConfig>();
   constexpr int kSharedBytes = forward::smem_bytes(kConfig);
   allow_shared_memory<kKernel>(kSharedBytes);

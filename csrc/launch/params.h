@@ -107,6 +107,14 @@ struct QuantizedParams {
 // Bytes for the order of the sequences (attention/tile_scheduler.cuh, VarlenSchedule).
 constexpr int64_t varlen_schedule_bytes(int64_t batch) { return 16 * (batch + 1) + 4 * batch; }
 
+// A bias of the scores, of the config's element type: (batch | 1, num_heads_q | 1, seqlen_q,
+// seqlen_k). Rows and base addresses are multiples of 16 bytes; the keys have stride 1.
+struct BiasParams {
+  const void* data = nullptr;  // null: none
+  Strides stride{};
+  bool one_sequence = false, one_head = false;  // which serves all
+};
+
 struct ForwardParams : AttentionProblem {
   // Tensors of the config's element type; base addresses are multiples of 16 bytes.
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); varlen: (total_q, ...)
@@ -131,6 +139,7 @@ struct ForwardParams : AttentionProblem {
   void* varlen_schedule;
 
   QuantizedParams quantized;  // read by 8-bit kernel configs
+  BiasParams bias;            // read by kernel configs with a bias
 
   // Two int32, zero before the first launch that uses them; every launch resets them to zero.
   // Launches that may run concurrently must not share them (use one per device and stream). Null:
@@ -157,7 +166,19 @@ struct BackwardParams {
   Strides dv_stride;
 
   void* workspace;  // LaunchSize::workspace_bytes, 16-byte aligned; need not be initialised
+
+  // If the bias needs a gradient: that, of its sequences and heads, in 16 bits and dense but for
+  // rows of seqlen_k rounded up to a multiple of 8. ds: the same of all sequences and heads, where
+  // more than two share the bias, else null.
+  void* dbias = nullptr;
+  void* ds = nullptr;
 };
+
+// Sequences and heads that share each element of the bias.
+inline int64_t num_bias_terms(const ForwardParams& params) {
+  return int64_t{params.bias.one_sequence ? params.batch : 1} *
+         (params.bias.one_head ? params.num_heads_q : 1);
+}
 
 // What one launch takes that depends on the problem.
 struct LaunchSize {

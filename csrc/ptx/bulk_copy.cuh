@@ -6,6 +6,8 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/util.hpp>
 
+#include "ptx/element.h"
+
 namespace flashattn3 {
 
 // Starts to copy floats from shared memory, at address `from`, to global memory, or to add them
@@ -33,6 +35,17 @@ __device__ __forceinline__ void start_store(const void* tensor_map, const uint8_
       "[%1], %6;" ::"l"(tensor_map),
       "r"(cute::cast_smem_ptr_to_uint(tile)), "r"(column), "r"(row), "r"(head), "r"(batch_coord),
       "l"(static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST))
+      : "memory");
+}
+
+// Starts to add the box to 16-bit elements of global memory. Each sum is rounded.
+template <ElementType>  // of the tensor map
+__device__ __forceinline__ void start_add(const void* tensor_map, const uint8_t* tile, int column,
+                                          int row, int head, int batch_coord) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, "
+      "%5}], [%1];" ::"l"(tensor_map),
+      "r"(cute::cast_smem_ptr_to_uint(tile)), "r"(column), "r"(row), "r"(head), "r"(batch_coord)
       : "memory");
 }
 

@@ -5,10 +5,18 @@
 
 namespace flashattn3 {
 
-// Stores four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix
-// i / 8.
+// Stores four 8 x 8 matrices of 16-bit elements, kTransposed or as they are; lane i gives the
+// address of row i % 8 of matrix i / 8.
+template <bool kTransposed = false>
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d) {
+  if constexpr (kTransposed) {
+    asm volatile(
+        "stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(a), "r"(b), "r"(c), "r"(d)
+        : "memory");
+    return;
+  }
   asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");

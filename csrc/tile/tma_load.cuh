@@ -9,9 +9,10 @@
 
 namespace flashattn3 {
 
-// L2 cache hints: Q is read once; K and V are read again by other CTAs.
+// L2 cache hints: Q is read once; K and V are read again by other CTAs, a bias perhaps.
 constexpr uint64_t kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
 constexpr uint64_t kReadAgain = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+constexpr uint64_t kReadNormally = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
 // Copies kRows rows of kAtoms swizzle atoms, each of 128 bytes or kAtomColumns elements, from (row,
 // head, batch_coord) and atom first_atom on, to a tile of kTileRows rows. Elements outside the

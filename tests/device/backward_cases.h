@@ -7,6 +7,13 @@
 #include "cases.h"
 
 constexpr const char* kBackwardCases = R"(
+bias | q 200, k 264, d 64, bias 1 1
+bias of each sequence | batch 2, q 130, k 129, heads 2, d 64, bias 2 1
+bias of each head, causal | batch 2, q 150, k 260, heads 2 1, d 64, causal, bias 1 2, dlse
+bias, window | q 200, k 200, heads 2, d 40, window 33 47, bias 1 2
+bias d128 | batch 3, q 190, k 200, heads 2, bias 1 2, dlse
+bias d128, causal | batch 2, q 257, k 257, heads 4 2, causal, bias 1 1
+bias d128, fp16 | fp16, batch 2, q 70, k 300, heads 2, d 96, bias 2 2
 window 100, 0 | q 700, k 700, window 100 0
 window 33, 47 | q 400, k 600, window 33 47
 window 0, 0 | q 300, k 300, window 0 0

@@ -111,7 +111,7 @@ struct DeviceProblem {
   explicit DeviceProblem(BackwardProblem& p)
       : p(p), lse(p, p.lse, false), dlse(p, p.dlse, p.c.other_strides) {
     const Case& c = p.c;
-    for (Tensor* t : {&p.q, &p.k, &p.v, &p.out, &p.dout}) t->upload();
+    for (Tensor* t : {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.bias}) t->upload();
     clear_results();
     cu_q = device_copy(c.cu_q), cu_k = device_copy(c.cu_k);
     used_q = device_copy(c.used_q), used_k = device_copy(c.used_k);
@@ -126,13 +126,11 @@ struct DeviceProblem {
   DeviceProblem(const DeviceProblem&) = delete;
 
   void clear_results() {
-    for (Tensor* t : {&p.dq, &p.dk, &p.dv}) {
-      std::fill(t->host.begin(), t->host.end(), kNaN);
-      t->upload();
-    }
+    p.clear_results();
+    for (Tensor* t : {&p.dq, &p.dk, &p.dv, &p.ds, &p.dbias}) t->upload();
   }
   void download_results() {
-    for (Tensor* t : {&p.dq, &p.dk, &p.dv}) t->download();
+    for (Tensor* t : {&p.dq, &p.dk, &p.dv, &p.dbias}) t->download();
   }
 
   BackwardParams params(int num_sms) {
@@ -175,9 +173,9 @@ constexpr Run kRuns[] = {
 };
 
 struct Outcome {
-  std::string wrong;            // a line for each error
-  int num_parts = 1;            // of the query heads of a KV head, on all SMs
-  double ratio[3] = {0, 0, 0};  // error / bound of dq, dk, dv
+  std::string wrong;     // a line for each error
+  int num_parts = 1;     // of the query heads of a KV head, on all SMs
+  double ratio[4] = {};  // error / bound of dq, dk, dv, dbias
   void add(const std::string& text) {
     if (!text.empty()) wrong += "      " + text + "\n";
   }
@@ -189,7 +187,7 @@ struct Outcome {
 static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config, const char* label,
                           int num_sms, int* counter) {
   Outcome outcome;
-  Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv};
+  Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv, &p.reference.dbias};
   BackwardParams params = device.params(num_sms);
   GuardedBytes workspace(kRows[config].workspace_bytes(params.forward));
   params.workspace = workspace.data();
@@ -222,7 +220,7 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
     const std::string tile_semaphore =
         run.deterministic ? check_tile_semaphore(p, params, config, num_parts) : "";
     if (!tile_semaphore.empty()) outcome.add(prefix + tile_semaphore);
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 4; ++i) {
       Gradient& g = *gradients[i];
       Tensor& tensor = p.tensor(g);
       std::vector<uint16_t>& bits = first[{i, run.deterministic, i > 0 ? num_parts : 0}];
@@ -267,9 +265,9 @@ static bool run_case(const Case& c, int index, const Options& options, int num_s
     const bool pass = outcome.wrong.empty();
     good = good && pass;
     if (pass && options.quiet) continue;
-    std::printf("%s  %s  in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f\n%s",
+    std::printf("%s  %s  in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f dbias %.2f\n%s",
                 pass ? "PASS" : "FAIL", label, outcome.num_parts, outcome.ratio[0],
-                outcome.ratio[1], outcome.ratio[2], outcome.wrong.c_str());
+                outcome.ratio[1], outcome.ratio[2], outcome.ratio[3], outcome.wrong.c_str());
     std::fflush(stdout);
   }
   return good;

@@ -35,7 +35,8 @@ using namespace flashattn3;
 // The launches of a backward.
 struct Launches {
   std::function<void()> preprocess, main, postprocess;
-  emulation::Grid grid;  // of the main kernel
+  std::function<void()> reduce_bias;  // if there is one
+  emulation::Grid grid;               // of the main kernel
   int num_m_blocks;
   int num_parts;  // of the query heads of a KV head
   uint8_t* shared;
@@ -44,13 +45,16 @@ struct Launches {
 template <backward::Config kConfig>
 static Launches prepare(const BackwardParams& params) {
   const BackwardSizes sizes = backward_sizes<kConfig>("emulation", params.forward);
-  const backward::Arguments args = make_backward_arguments<kConfig>(sizes, params);
+  const auto args = make_backward_arguments<kConfig>(sizes, params);
   const backward::PreprocessArguments before = make_preprocess_arguments<kConfig>(sizes, params);
   const int num_ctas = backward_num_ctas<kConfig>(params.forward, sizes.num_tiles);
   const bool cluster = backward::uses_cluster2(kConfig);
   return {[before] { backward::preprocess_kernel<kConfig.dtype>(before); },
           [args] { backward_kernel<kConfig>()(args); },
           [args] { backward::postprocess_kernel<BackwardTraitsOf<kConfig>>(args); },
+          [sums = make_reduce_bias_arguments(params)] {
+            backward::reduce_bias_kernel<kConfig.dtype>(sums);
+          },
           {num_ctas, backward::num_threads(kConfig), cluster ? 2 : 1},
           static_cast<int>(sizes.num_m_blocks()),
           sizes.num_head_parts,
@@ -108,6 +112,8 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   const int64_t bytes = kFunctions[config].size("emulation", params.forward).workspace_bytes;
   std::vector<uint8_t> workspace(bytes + 2 * kGuardBytes, 0xff);
   params.workspace = workspace.data() + kGuardBytes;
+  const int64_t terms = num_bias_terms(params.forward);
+  if (terms == 2) std::memset(params.dbias, 0, bias_gradient_bytes(params));
   Launches launches = kFunctions[config].prepare(params);
   num_parts = launches.num_parts;
   emulation::shared_memory = launches.shared;
@@ -133,6 +139,10 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   if (!run_in_order(launches.postprocess, launches.num_m_blocks, 128, seed)) {
     return "deadlock in postprocess";
   }
+  if (params.ds != nullptr || (params.dbias != nullptr && terms == 1 && params.forward.masked())) {
+    const auto ctas = num_reduce_bias_ctas(make_reduce_bias_arguments(params));
+    run_in_order(launches.reduce_bias, static_cast<int>(ctas), backward::kReduceBiasThreads, seed);
+  }
   const auto touched = [](uint8_t x) { return x != 0xff; };
   if (std::any_of(workspace.begin(), workspace.begin() + kGuardBytes, touched) ||
       std::any_of(workspace.end() - kGuardBytes, workspace.end(), touched)) {
@@ -145,15 +155,15 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
 // divided alike, for which the number of SMs counts, and dq if they are deterministic.
 static bool run_case(const Case& c, int config, uint32_t seed) {
   BackwardProblem p(c);
-  Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv};
+  Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv, &p.reference.dbias};
   std::map<std::array<int, 3>, std::vector<uint16_t>> first;  // (gradient, deterministic, parts)
   bool good = true;
   for (const Turn& turn : kTurns) {
-    for (Tensor* t : {&p.dq, &p.dk, &p.dv}) std::fill(t->host.begin(), t->host.end(), kNaN);
+    p.clear_results();
     int num_parts = 0;
     std::string wrong = run(p, config, turn, seed + turn.seed, num_parts);
-    double ratio[3] = {};
-    for (int i = 0; i < 3 && wrong.empty(); ++i) {
+    double ratio[4] = {};
+    for (int i = 0; i < 4 && wrong.empty(); ++i) {
       Gradient& g = *gradients[i];
       if (i > 0 || turn.deterministic) {
         auto& bits = first[{i, turn.deterministic, i > 0 ? num_parts : 0}];
@@ -166,9 +176,10 @@ static bool run_case(const Case& c, int config, uint32_t seed) {
       if (worst.wrong > 0) wrong += describe(g, worst);
     }
     good = good && wrong.empty();
-    std::printf("%s  %-40s %-28s %-27s in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f\n",
-                wrong.empty() ? "PASS" : "FAIL", c.name.c_str(), kCheckConfigNames[config],
-                turn.name, num_parts, ratio[0], ratio[1], ratio[2]);
+    std::printf(
+        "%s  %-40s %-28s %-27s in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f dbias %.2f\n",
+        wrong.empty() ? "PASS" : "FAIL", c.name.c_str(), kCheckConfigNames[config], turn.name,
+        num_parts, ratio[0], ratio[1], ratio[2], ratio[3]);
     if (!wrong.empty()) std::printf("      %s\n", wrong.c_str());
     std::fflush(stdout);
     if (!wrong.empty()) break;

@@ -35,6 +35,11 @@ flashattn3::BackwardParams make_params(BackwardProblem& p, const RowMemory& rows
   f.head_dim = c.head_dim, f.head_dim_v = c.head_dim_v;
   f.varlen = !c.cu_q.empty();
   f.positions_q = {rows.cu_q, rows.used_q}, f.positions_k = {rows.cu_k, rows.used_k};
+  if (c.bias_heads != 0) {
+    f.bias = {address(p.bias), p.bias.stride, c.bias_batch == 1, c.bias_heads == 1};
+    params.dbias = address(p.dbias);
+    if (num_bias_terms(f) > 2) params.ds = address(p.ds);
+  }
   f.softmax_scale = c.scale, f.softcap = c.softcap;
   f.window_left = c.left, f.window_right = c.right;
   params.dout = address(p.dout), params.dlse = c.dlse ? rows.dlse : nullptr;
@@ -49,7 +54,7 @@ inline std::vector<int> configs_of(const Case& c) {
   using flashattn3::kCheckConfigs;
   const auto fits = [&](const flashattn3::backward::Config& config) {
     return (config.dtype == flashattn3::kFp16) == c.fp16 && config.head_dim >= c.head_dim &&
-           config.head_dim_v >= c.head_dim_v;
+           config.head_dim_v >= c.head_dim_v && has_bias(config) == (c.bias_heads != 0);
   };
   int head_dim = 1 << 30;
   for (const auto& config : kCheckConfigs) {
@@ -78,7 +83,7 @@ inline std::vector<uint8_t> owners_of(BackwardProblem& p, const Gradient& g) {
   if (!p.c.cu_q.empty()) {
     for (int row = 0; row < tensor.seq; ++row) mark(0, row, tensor.dim, kNoSequence);
   }
-  for (int b = 0; b < p.c.batch; ++b) {
+  for (int b = 0; b < p.batch_of(g); ++b) {
     const Rows rows = p.rows_of(g, b);
     for (int row = rows.offset; row < rows.offset + rows.length; ++row) {
       mark(rows.batch_coord, row, (tensor.dim + 7) / 8 * 8, kPadding);

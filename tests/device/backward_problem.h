@@ -48,7 +48,7 @@ struct BackwardReference {
   const Case& c;
   double rounding, tiny;  // of 16-bit elements: relative error; least absolute error
   Grid q, k, v, dout, out, lse, dlse;
-  Gradient dq, dk, dv;
+  Gradient dq, dk, dv, dbias;
   // (batch, heads_q, longest query sequence, longest key sequence).
   Grid p, ds;
   std::vector<float> p_off, ds_off;  // systematic errors
@@ -68,6 +68,7 @@ struct BackwardReference {
         dq("dq", c.batch, c.heads_q, c.seqlen_q, c.head_dim),
         dk("dk", c.batch, c.heads_kv, c.seqlen_k, c.head_dim),
         dv("dv", c.batch, c.heads_kv, c.seqlen_k, c.head_dim_v),
+        dbias("dbias", c.bias_batch, c.bias_heads, c.seqlen_q, c.seqlen_k),
         p(c.batch, c.heads_q, c.seqlen_q, c.seqlen_k),
         ds(p),
         p_off(p.data.size()),
@@ -94,7 +95,7 @@ struct BackwardReference {
   }
 
   struct Score {
-    double value, slope, tanh, magnitude;  // value: after softcap; slope: softcap's there
+    double value, slope, tanh, magnitude;  // value: with softcap and bias; slope: softcap's there
   };
   Score score(int b, int h, int s, int key) {
     const double *a = q.row(b, h, s), *x = k.row(b, kv_head(h), key);
@@ -105,9 +106,10 @@ struct BackwardReference {
       magnitude += std::fabs(term);
     }
     sum *= c.scale, magnitude *= std::fabs(c.scale);
-    if (c.softcap <= 0) return {sum, 1, 0, magnitude};
+    const double term = inputs.term(b, h, s, key);
+    if (c.softcap <= 0) return {sum + term, 1, 0, magnitude};
     const double tanh = std::tanh(sum / c.softcap);
-    return {c.softcap * tanh, 1 - tanh * tanh, tanh, magnitude};
+    return {c.softcap * tanh + term, 1 - tanh * tanh, tanh, magnitude};
   }
 
   // A row that sees no key has out 0 and lse -inf.
@@ -121,6 +123,7 @@ struct BackwardReference {
         x.push_back(score(b, h, s, j).value);
         top = std::max(top, x.back());
       }
+      if (top == -INFINITY) end = begin;  // the bias hides all keys
       for (double& e : x) sum += e = std::exp(e - top);
       double* to = out.row(b, h, s);
       std::fill_n(to, c.head_dim_v, 0.0);
@@ -128,13 +131,14 @@ struct BackwardReference {
         const double* values = v.row(b, kv_head(h), j);
         for (int i = 0; i < c.head_dim_v; ++i) to[i] += x[j - begin] / sum * values[i];
       }
-      *lse.row(b, h, s) = x.empty() ? -INFINITY : top + std::log(sum);
+      *lse.row(b, h, s) = begin == end ? -INFINITY : top + std::log(sum);
     });
   }
 
   void backward() {
     for_rows([&](int b, int h, int s) { query_gradient(b, h, s); });
     for_keys([&](int b, int h, int s) { key_gradients(b, h, s); });
+    bias_gradient();
   }
 
  private:
@@ -146,7 +150,7 @@ struct BackwardReference {
   void query_gradient(int b, int h, int s) {
     int begin, end;
     inputs.visible(b, s, begin, end);
-    if (begin >= end) return;  // dq and its bound are 0
+    if (begin >= end || *lse.row(b, h, s) == -INFINITY) return;  // dq and its bound are 0
     const double* gradient = dout.row(b, h, s);
     double delta = -*dlse.row(b, h, s), delta_magnitude = std::fabs(delta);
     for (int i = 0; i < c.head_dim_v; ++i) {
@@ -161,6 +165,7 @@ struct BackwardReference {
     const int64_t pairs = p.row(b, h, s) - p.data.data();
     for (int j = begin; j < end; ++j) {
       const Score x = score(b, h, s, j);
+      if (x.value == -INFINITY) continue;
       const double prob = std::exp(x.value - log_sum);
       const double* values = v.row(b, kv_head(h), j);
       double dp = 0, magnitude = delta_magnitude;
@@ -213,6 +218,27 @@ struct BackwardReference {
     finish(1, v_spread, v_systematic, c.head_dim_v, v_wanted, dv.bound.row(b, h, s));
   }
 
+  // Each dS is rounded, and their sum over the sequences and heads that share the bias.
+  void bias_gradient() {
+    const Tensor& bias = inputs.bias;
+    for (int b = 0; b < c.batch && bias.heads > 0; ++b) {
+      for (int h = 0; h < c.heads_q; ++h) {
+        const int of[] = {bias.batch == 1 ? 0 : b, bias.heads == 1 ? 0 : h};
+        for (int s = 0; s < bias.seq; ++s) {
+          const int64_t pairs = ds.row(b, h, s) - ds.data.data();
+          for (int j = 0; j < bias.dim; ++j) {
+            const double term = ds.data[pairs + j];
+            dbias.wanted.row(of[0], of[1], s)[j] += term;
+            if (p.data[pairs + j] != 0) {
+              dbias.bound.row(of[0], of[1], s)[j] +=
+                  1.01 * (2 * rounding * std::fabs(term) + ds_off[pairs + j] + 2 * tiny);
+            }
+          }
+        }
+      }
+    }
+  }
+
   // weight is rounded to 16 bits. off: its error before that.
   void add(const double* row, double weight, double off, int dim, double* sum,
            std::vector<double>& spread, std::vector<double>& systematic) const {
@@ -237,6 +263,7 @@ struct BackwardReference {
 
 struct BackwardProblem : Inputs {
   Tensor out, dout, dq, dk, dv;
+  Tensor ds, dbias;              // ds: of each sequence and head, dense, as dbias, which may share
   std::vector<float> lse, dlse;  // (batch, heads, seq), with cu_q (heads, total); initially NaN
   BackwardReference reference;
 
@@ -248,6 +275,8 @@ struct BackwardProblem : Inputs {
         dq(q.batch, q.seq, c.heads_q, c.head_dim, other_order(), other_padding()),
         dk(k.batch, k.seq, c.heads_kv, c.head_dim, other_order(), other_padding()),
         dv(k.batch, k.seq, c.heads_kv, c.head_dim_v, other_order(), other_padding()),
+        ds(c.bias_heads == 0 ? 0 : c.batch, c.seqlen_q, c.heads_q, c.seqlen_k, true, 0),
+        dbias(c.bias_batch, c.seqlen_q, c.bias_heads, c.seqlen_k, true, 0),
         lse(num_rows(), NAN),
         dlse(num_rows(), NAN),
         reference(*this) {
@@ -297,12 +326,19 @@ struct BackwardProblem : Inputs {
 
   bool other_order() const { return c.head_major != c.other_strides; }
   int other_padding() const { return c.pitch_padding + (c.other_strides ? 16 : 0); }
+  void clear_results() {
+    for (Tensor* t : {&dq, &dk, &dv, &ds, &dbias}) std::fill(t->host.begin(), t->host.end(), kNaN);
+  }
   // A gradient's tensor, and the rows of its sequences.
   Tensor& tensor(const Gradient& g) {
-    return &g == &reference.dq ? dq : &g == &reference.dk ? dk : dv;
+    return &g == &reference.dq      ? dq
+           : &g == &reference.dk    ? dk
+           : &g == &reference.dbias ? dbias
+                                    : dv;
   }
+  int batch_of(const Gradient& g) const { return &g == &reference.dbias ? c.bias_batch : c.batch; }
   Rows rows_of(const Gradient& g, int b) const {
-    return &g == &reference.dq ? queries(b) : keys(b);
+    return &g == &reference.dq || &g == &reference.dbias ? queries(b) : keys(b);
   }
 
  private:
@@ -324,7 +360,7 @@ struct Worst {
 inline Worst compare(BackwardProblem& problem, Gradient& g) {
   Worst worst;
   Tensor& tensor = problem.tensor(g);
-  for (int b = 0; b < problem.c.batch; ++b) {
+  for (int b = 0; b < problem.batch_of(g); ++b) {
     const Rows rows = problem.rows_of(g, b);
     for (int h = 0; h < g.wanted.heads; ++h) {
       for (int s = 0; s < rows.length; ++s) {

@@ -10,6 +10,7 @@
 struct Inputs {
   const Case& c;
   Tensor q, k, v;
+  Tensor bias;  // (batch, queries, heads, keys), head-major
 
   explicit Inputs(const Case& c)
       : c(c),
@@ -17,7 +18,8 @@ struct Inputs {
           c.head_dim, c.head_major, c.pitch_padding),
         k(c.cu_k.empty() ? c.batch : 1, c.cu_k.empty() ? c.seqlen_k : c.total_k, c.heads_kv,
           c.head_dim, c.head_major, c.pitch_padding),
-        v(k.batch, k.seq, c.heads_kv, c.head_dim_v, c.head_major, c.pitch_padding) {
+        v(k.batch, k.seq, c.heads_kv, c.head_dim_v, c.head_major, c.pitch_padding),
+        bias(c.bias_batch, c.seqlen_q, c.bias_heads, c.seqlen_k, true, 0) {
     std::mt19937 random(1234);
     std::normal_distribution<float> normal;
     std::vector<float> direction(c.head_dim);
@@ -57,6 +59,29 @@ struct Inputs {
         }
       }
     }
+    fill_bias(random);
+  }
+
+  // -inf in some elements, in the last 70 keys of every third row, in all keys of every 17th.
+  template <class Random>
+  void fill_bias(Random& random) {
+    std::normal_distribution<float> normal;
+    for (int b = 0; b < bias.batch; ++b) {
+      for (int h = 0; h < bias.heads; ++h) {
+        for (int s = 0; s < bias.seq; ++s) {
+          for (int j = 0; j < bias.dim; ++j) {
+            const bool hidden =
+                random() % 16 == 0 || (s % 3 == 1 && j >= bias.dim - 70) || s % 17 == 5;
+            bias.row(b, s, h)[j] = to_bits(hidden ? -INFINITY : 2 * normal(random), c.fp16);
+          }
+        }
+      }
+    }
+  }
+  // What is added to the score of a query and a key.
+  double term(int b, int h, int s, int key) const {
+    if (bias.heads == 0) return 0;
+    return to_float(bias.row(bias.batch == 1 ? 0 : b, s, bias.heads == 1 ? 0 : h)[key], c.fp16);
   }
 
   Rows queries(int b) const { return find_rows(c.cu_q, c.used_q, c.seqlen_q, c.total_q, b); }

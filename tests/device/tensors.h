@@ -45,6 +45,7 @@ struct Tensor {
   uint16_t* row(int b, int s, int h) {
     return host.data() + kGuard + b * stride.batch + s * stride.seq + h * stride.head;
   }
+  const uint16_t* row(int b, int s, int h) const { return const_cast<Tensor*>(this)->row(b, s, h); }
   uint16_t* data() { return device + kGuard; }
   void upload() {
     if (device == nullptr) cudaMalloc(&device, host.size() * 2);

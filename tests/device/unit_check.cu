@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "unit/attention/bias_test.cuh"
 #include "unit/attention/block_list_test.cuh"
 #include "unit/attention/block_scale_test.cuh"
 #include "unit/attention/cached_keys_test.cuh"

@@ -55,6 +55,7 @@ template <Config kTheConfig>
 struct KernelTraits {
   using Storage = SharedStorage;
   static constexpr Config kConfig = kTheConfig;
+  using Arguments = backward::Arguments;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kConsumers = kConfig.num_mma_warpgroups;

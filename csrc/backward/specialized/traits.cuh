@@ -58,6 +58,7 @@ struct SharedStorage {
 template <Config kTheConfig>
 struct KernelTraits {
   static constexpr Config kConfig = kTheConfig;
+  using Arguments = backward::Arguments;
   using Storage = SharedStorage;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;

@@ -197,6 +197,7 @@ MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
 MEASURED_64 = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-25"
 MEASURED_SHORT = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-26"
 MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
+MEASURED_BIAS = "H100 80GB HBM3, beside FlexAttention, 2026-11-27"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 # dtypes, head dim, masked, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
 FORWARD_CONFIGS = (
@@ -233,6 +234,11 @@ FORWARD_CONFIGS = (
     ),
     *_forward_configs(SIXTEEN_BIT, 256, False, 128, 64, 2, 2, 1, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, measured=MEASURED),
+    *_forward_configs(
+        SIXTEEN_BIT, 64, True, 192, 64, 4, 3, 2, term=BIAS, max_seqlen_k=512, measured=MEASURED_BIAS
+    ),
+    *_forward_configs(SIXTEEN_BIT, 64, True, 192, 128, 2, 3, 2, term=BIAS, measured=MEASURED_BIAS),
+    *_forward_configs(SIXTEEN_BIT, 128, True, 192, 64, 2, 3, 2, term=BIAS, measured=MEASURED_BIAS),
     # 8 bits: then keys_per_descale, promote_keys
     *_forward_configs(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_forward_configs(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
@@ -259,6 +265,8 @@ BACKWARD_CONFIGS = (
     *_backward_configs(64, 64, 4, 3, measured=BACKWARD_MEASURED),
     *_backward_configs(96, 96, 2, 2, measured=BACKWARD_MEASURED),
     *_backward_configs(128, 128, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_configs(64, 64, 2, 3, term=BIAS, measured=MEASURED_BIAS),
+    *_backward_configs(128, 128, 2, 2, term=BIAS, measured=MEASURED_BIAS),
     *_backward_configs(192, 128, 2, 2, measured=BACKWARD_MEASURED_192_128),
     *_backward_configs(192, 192, 2, 2, measured=BACKWARD_MEASURED_192),
     *_backward_configs(256, 256, 2, 2, measured=BACKWARD_MEASURED),

@@ -14,4 +14,18 @@ inline uint32_t load_shared(uint32_t address) {
   return word;
 }
 
+// Matrix i has its rows where lanes 8 * i to 8 * i + 7 say.
+template <bool kTransposed = false>
+void load_matrices(uint32_t (&word)[4], uint32_t address) {
+  const int lane = threadIdx.x % 32, near = lane / 4, pair = lane % 4 * 2;
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      const int row = kTransposed ? pair + j : near, column = kTransposed ? near : pair + j;
+      const uint32_t from = __shfl_sync(~0u, address, 8 * i + row) + column * 2;
+      std::memcpy(reinterpret_cast<uint8_t*>(&word[i]) + 2 * j, emulation::shared_memory + from, 2);
+    }
+  }
+  __syncwarp();
+}
+
 }  // namespace flashattn3

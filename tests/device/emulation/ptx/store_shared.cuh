@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "emulation.h"
 #include "tile/tma_store.cuh"
@@ -14,6 +15,22 @@ inline uint32_t staged_row_of_lane(int lane) {
 inline void stage_rows_at(uint32_t row_of_lane, const uint32_t (&word)[16]) {
   const uint32_t first = row_of_lane - staged_row_of_lane(threadIdx.x % 32);
   stage_rows(emulation::shared_memory + first, word);
+}
+
+// As load_matrices.
+template <bool kTransposed>
+void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const int lane = threadIdx.x % 32, near = lane / 4, pair = lane % 4 * 2;
+  const uint32_t word[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      const int row = kTransposed ? pair + j : near, column = kTransposed ? near : pair + j;
+      const uint32_t to = __shfl_sync(~0u, address, 8 * i + row) + column * 2;
+      const auto element = static_cast<uint16_t>(word[i] >> (16 * j));
+      std::memcpy(emulation::shared_memory + to, &element, 2);
+    }
+  }
+  __syncwarp();
 }
 
 }  // namespace flashattn3
