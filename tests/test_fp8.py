@@ -97,9 +97,9 @@ def agrees(case, form: str, backend: str, given: Tensors, values: Tensors, **opt
         check_lse(lse, reference_lse, case, backend, FP8_LSE_TOLERANCE)
 
 
-def quick_form(case, form: str, backend: str) -> bool:
+def quick_form(case, form: str, **_) -> bool:
     """All features and forms, not each with each."""
-    return backend != "triton" or form == "int8 block" or case.name == "blocks-causal"
+    return form == "int8 block" or case.name == "blocks-causal"
 
 
 @poisoned
@@ -144,9 +144,7 @@ def make_inputs_with_mean(case, device, form: str) -> tuple[Tensors, Tensors]:
 
 
 @poisoned
-@pytest.mark.interpreted(
-    quick=lambda name, form, backend: backend != "triton" or form == "scaled" or name == "gqa-8"
-)
+@pytest.mark.interpreted(quick=lambda name, form, **_: form == "scaled" or name == "gqa-8")
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("form", ["scaled", "int8 scaled", "int8 rotated"])
 @pytest.mark.parametrize("name", MEANS)
