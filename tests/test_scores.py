@@ -162,6 +162,24 @@ def test_both_passes_take_them():
         assert len(flashattn3.flash_attn_backward(*given, **scores)) == 4
 
 
+class Other(torch.Tensor):
+    """A class of someone else's."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, lambda x: x.as_subclass(Other)])
+def test_gradients_of_parameters(kind):
+    """A layer's sinks are a parameter; q need not be a leaf then."""
+    (q, k, v), scores = example()
+    results = []
+    for make in (lambda x: x, kind):
+        sinks, bias = (make(scores[name].clone()) for name in ("sinks", "bias"))
+        leaves = [x.requires_grad_() for x in (sinks, bias)]
+        out = flash_attn_func(q, k, v, causal=True, sinks=sinks, bias=bias)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found.as_subclass(torch.Tensor), wanted.as_subclass(torch.Tensor))
+
+
 def test_parts_of_the_keys_have_the_sink_once():
     """As docs/training.md says: lse of the whole has the sink, parts are joined with it in one."""
     (q, k, v), scores = example(length=8)

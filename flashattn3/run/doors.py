@@ -17,7 +17,6 @@ from torch.autograd import profiler
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
-    NUM_TENSORS,
     Scaled,
     Tensors,
     changes_scores,
@@ -55,6 +54,7 @@ from .operators import (
     forward_of,
     forward_watched,
     have_data,
+    is_score_watched,
     launch_under,
     plan_of,
     returned,
@@ -77,7 +77,7 @@ def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | t
     scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is mask is None)
     if scores:
         refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
-    if is_plain() and have_data(q, k, v) and not (scores and _is_one_watched(tensors)):
+    if is_plain() and have_data(q, k, v) and not (scores and is_score_watched(tensors)):
         attend_plain = _attend_plain
         if profiler._is_profiler_enabled:
             in_rows = _transposed(tensors) if bhsd else tensors
@@ -87,12 +87,6 @@ def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | t
         tensors = _transposed(tensors)
     plain = type(q) is Scaled and not scores and _is_plain_8_bits(q, k, v)
     return returned((forward_of if plain else _attend_watched)(tensors, options), options)
-
-
-def _is_one_watched(tensors: Tensors) -> bool:
-    """Whether one of what changes scores is not a plain tensor with data."""
-    given = [x for x in tensors[NUM_TENSORS:] if x is not None]
-    return not all(type(x) is Tensor and not x.is_meta for x in given)
 
 
 @lru_cache(maxsize=4096)

@@ -167,6 +167,14 @@ def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return type(q) is type(k) is type(v) is Tensor and not q.is_meta
 
 
+def is_score_watched(tensors: Tensors) -> bool:
+    """Whether what changes scores has a tensor of a subclass, other than a parameter, or without
+    data."""
+    scores = flat(tensors, True)[operands.NUM_TENSORS : operands.NUM_OF_SCORES]
+    given = [x for x in scores if x is not None]
+    return not all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in given)
+
+
 def options_in_force(values: tuple) -> Options:
     """The options of a running operator; a compiled call gets its backend only here."""
     return _options_in_force(named_backend.get(), values)
@@ -265,7 +273,7 @@ def forward_watched(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
     """Compute the results of the operator that takes the call; only the operator does so
     differentiably."""
     q, k, v = data_of(tensors.q), data_of(tensors.k), data_of(tensors.v)
-    if operator_is_watched(q, k, v):
+    if operator_is_watched(q, k, v) or is_score_watched(tensors):
         return forward_operator(*operator_arguments(tensors, options))
     return forward_results(tensors, options)
 
