@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -165,7 +164,7 @@ def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kernel_config.dtype]
     tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype)
     for measured in ("", "H100, 2026-11-22"):
-        now = replace(kernel_config, measured=measured)
+        now = kernel_config._replace(measured=measured)
         monkeypatch.setattr(
             "flashattn3.backends.hopper.backend.select_backward_config", lambda *_, now=now: now
         )

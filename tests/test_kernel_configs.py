@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError, replace
 from itertools import product
 
 import pytest
@@ -268,15 +267,15 @@ def test_a_glob_names_rows():
 @pytest.mark.parametrize("table", ["FORWARD_CONFIGS", "BACKWARD_CONFIGS", "CACHED_CONFIGS"])
 def test_the_hash_follows_what_is_compiled(table, monkeypatch):
     before, configs = configs_hash(), getattr(kernel_configs, table)
-    measured = tuple(replace(config, measured="H100, full, 16k") for config in configs)
+    measured = tuple(config._replace(measured="H100, full, 16k") for config in configs)
     monkeypatch.setattr(kernel_configs, table, measured)
     assert configs_hash() == before
-    monkeypatch.setattr(kernel_configs, table, (*configs[:-1], replace(configs[-1], num_stages=9)))
+    monkeypatch.setattr(kernel_configs, table, (*configs[:-1], configs[-1]._replace(num_stages=9)))
     assert configs_hash() != before
     monkeypatch.setattr(kernel_configs, table, configs[::-1])
     assert configs_hash() != before
 
 
 def test_rows_are_frozen():
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         FORWARD_CONFIGS[0].block_m = 1

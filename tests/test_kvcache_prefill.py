@@ -7,7 +7,6 @@ The parts about the choice need no GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -175,7 +174,7 @@ def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monk
     decode = frozenset({select_decode_config("bf16", 128).name})
 
     def unmeasured(*of):
-        return replace(select_cached_forward_config(*of), measured="")
+        return select_cached_forward_config(*of)._replace(measured="")
 
     monkeypatch.setattr(decode_launch, "select_cached_forward_config", unmeasured)
     absent = HopperBackend(library=lambda: library_double(configs=decode), only_measured=False)

@@ -233,3 +233,10 @@ def test_q_crosses_few_files_of_python(backend):
     finally:
         sys.setprofile(None)
     assert list(dict.fromkeys(crossed)) == [*PATH_IN_PYTHON[:-1], *LAST_FILES[backend]]
+
+
+def test_the_tensors_of_a_call_have_no_properties():
+    """torch 2.9 traces no property of a NamedTuple: no call with one would compile."""
+    assert not [
+        name for name, value in vars(operands.Tensors).items() if isinstance(value, property)
+    ]

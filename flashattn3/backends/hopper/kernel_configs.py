@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import NamedTuple
 
 SIXTEEN_BIT = ("fp16", "bf16")
 E4M3, INT8 = "e4m3", "int8"
@@ -27,8 +26,7 @@ BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
 DECODE_TILE_ROWS = 64  # packed query rows of a tile, for every decode kernel
 
 
-@dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(NamedTuple):
     """Kernel config of a compiled forward kernel, as in csrc/forward/config.h.
 
     dtype: of q, k, v and out; with 8 bits v is e4m3 and out bf16 or fp16.
@@ -46,7 +44,7 @@ class ForwardConfig:
     measured: "GPU, case, date" of the measurement that chose the tile; empty: not measured.
     """
 
-    kind: ClassVar[str] = "forward"
+    kind = "forward"
 
     dtype: str
     head_dim: int
@@ -72,8 +70,7 @@ class ForwardConfig:
         return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}{_term(self)}"
 
 
-@dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(NamedTuple):
     """Kernel config of a compiled backward kernel, as in csrc/backward/config.h, for every mask.
 
     dtype: of q, k, v, out and their gradients, 16 bits.
@@ -85,7 +82,7 @@ class BackwardConfig:
     measured: as for ForwardConfig.
     """
 
-    kind: ClassVar[str] = "backward"
+    kind = "backward"
 
     dtype: str
     head_dim: int
@@ -111,8 +108,7 @@ class BackwardConfig:
         return self.head_dim_v > 128
 
 
-@dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(NamedTuple):
     """Kernel config of the decode kernels (cached calls), as in csrc/decode/config.h, for every
     mask, page size and length. The config also stands for a kernel of plain calls, and for the warp
     kernels of few packed rows and few sequences (csrc/decode/warp_kernel.cuh).
@@ -127,7 +123,7 @@ class DecodeConfig:
     measured: as for ForwardConfig.
     """
 
-    kind: ClassVar[str] = "decode"
+    kind = "decode"
 
     dtype: str
     head_dim: int
@@ -402,7 +398,7 @@ def matching(pattern: str) -> tuple[KernelConfig, ...]:
 
 def compiled_fields(kind: type[KernelConfig]) -> list[str]:
     """Config fields that the kernel depends on, in the order of the C++ struct."""
-    return [field.name for field in fields(kind) if field.name not in PLANNED_FIELDS]
+    return [name for name in kind._fields if name not in PLANNED_FIELDS]
 
 
 def configs_hash() -> str:
