@@ -147,23 +147,24 @@ def test_random_masks():
         holds(mask, seen, q, k, v, "reference", f"seed {seed}")
 
 
-def test_hidden_keys_have_no_influence_and_no_gradient():
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS[1:], ids=str)
+def test_hidden_keys_have_no_influence_and_no_gradient(backend, dtype):
     """Keys that a head's block of queries does not see may be NaN for it; keys that nobody sees
     have gradients that are exactly 0."""
     seen = torch.zeros(1, 2, 256, 256, dtype=torch.bool)
     seen[:, 0, :, :64] = True
     seen[:, 1, :, 128:192] = True
     seen[:, :, 200, 10:20] = True  # head 1 sees them in one row of its second block
-    mask = masks.from_bool(seen)
-    q, k, v = inputs((1, 256, 2), 256, 1, 16)
+    attend = partial(flash_attn_func, mask=masks.from_bool(seen).to(DEVICE), backend=backend)
+    q, k, v = inputs((1, 256, 2), 256, 1, 16, dtype=dtype)
     with torch.no_grad():
         for x in (k, v):
             x[:, :64] = math.nan
-    out = flash_attn_func(q, k, v, mask=mask.to(DEVICE))
+    out = attend(q, k, v)
     assert out[:, :, 0].isnan().all()
     assert out[:, :128, 1].isfinite().all()
-    q, k, v = inputs((1, 256, 2), 256, 1, 16)
-    gradients = torch.autograd.grad(flash_attn_func(q, k, v, mask=mask.to(DEVICE)).sum(), (k, v))
+    q, k, v = inputs((1, 256, 2), 256, 1, 16, dtype=dtype)
+    gradients = torch.autograd.grad(attend(q, k, v).float().square().sum(), (k, v))
     nobody = ~seen.any((0, 1, 2))
     for x in gradients:
         assert torch.count_nonzero(x[:, nobody]) == 0
