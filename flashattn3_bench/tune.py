@@ -135,7 +135,7 @@ def time_candidate(candidate: Candidate, tensors: list[torch.Tensor], rounds: in
 
 def make_tensors(candidate: Candidate) -> list[torch.Tensor]:
     """Random data in the shapes that the kernel's launch expects."""
-    from flashattn3.backends.triton.backward_launch import lse_delta_shape
+    from flashattn3.backends.triton.launch_parts import lse_delta_shape
 
     problem = candidate.problem()
     qkv = (problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim)

@@ -138,6 +138,8 @@ class TritonBackend:
             dims = (widest(*dims),) * 2
         tile_config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
         tiles = tile_config.masked if problem.masked else tile_config.full
+        if problem.bias is not None:
+            tiles = tiles.with_bias(max(dims), device.lowering == 90)
         tiles = tiles._replace(
             forward=_forward_tile(tiles.forward, problem, device),
             bwd=tiles.bwd if _adds_dq(problem, device) else None,

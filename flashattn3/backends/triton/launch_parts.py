@@ -11,12 +11,13 @@ from math import ceil
 import torch
 
 from ...call.dtypes import NAMES
-from ...call.fields import ScoreScale
+from ...call.fields import LOG2E, ScoreScale
 from ...call.mask_tensors import COLUMNS, ROWS
 from ...call.operands import Tensors
 from ...call.problem import Problem
-from .columns import padded
+from .columns import backward_columns, padded
 from .config import TritonConfig
+from .kernels import backward
 from .kernels.launch import Launch, stride_unit
 from .kernels.score_terms import BOTH_SIDES, LEFT_ALONE
 from .tile_configs import Tile
@@ -24,6 +25,8 @@ from .tile_configs import Tile
 LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a score
 ROWS_PER_PROGRAM = 64  # rows per program of the row-wise kernels (combine, preprocess)
 ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
+SMALLEST_DIVISOR = 2.0**-64  # smallest scale that lse is divided by, far from overflow
+LSE_DELTA_ROWS = backward.LSE_DELTA_ROWS.value
 TERM_TYPES = {**NAMES, torch.float32: "fp32"}
 
 
@@ -31,6 +34,8 @@ def launch_of(kernel, types, grid, scalars, constants, tile: Tile, config: Trito
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if config.arch is not None:
         options["arch"] = config.arch
+    if tile.max_registers:
+        options["maxnreg"] = tile.max_registers
     return Launch(kernel, types, grid, scalars, constants, options)
 
 
@@ -162,3 +167,55 @@ def with_dense_slopes(problem: Problem, tensors: Tensors) -> Tensors:
     if problem.slopes != "batch":
         return tensors
     return tensors._replace(alibi_slopes=tensors.alibi_slopes.contiguous())
+
+
+def lse_delta_shape(problem: Problem) -> tuple[int, ...]:
+    """(batch, heads, rows) or, for varlen, (heads, rows); rows include the padding."""
+    if problem.varlen:
+        return (problem.num_heads_q, problem.total_q + problem.batch * LSE_DELTA_ROWS)
+    return (problem.batch, problem.num_heads_q, padded_rows(problem.seqlen_q))
+
+
+def padded_rows(rows: int) -> int:
+    return ceil(rows / LSE_DELTA_ROWS) * LSE_DELTA_ROWS
+
+
+def lse_delta_strides_of(problem: Problem) -> tuple[int, int]:
+    """(batch, head) strides of the tensors that bwd_preprocess_kernel writes."""
+    rows = lse_delta_shape(problem)[-1]
+    return (0 if problem.varlen else problem.num_heads_q * rows, rows)
+
+
+def input_strides(problem: Problem, dout_strides) -> tuple[int, ...]:
+    return (
+        *problem.q.stride,
+        *problem.k.stride,
+        *problem.v.stride,
+        *dout_strides,
+        *lse_delta_strides_of(problem),
+    )
+
+
+def backward_columns_of(problem: Problem, config: TritonConfig) -> dict[str, int]:
+    dims = problem.head_dim, problem.head_dim_v
+    narrowest = config.tiles.of_bwd_kernel.narrowest_part if config.in_parts else None
+    return backward_columns(*dims, narrowest)
+
+
+def lse_in_scores(problem: Problem, config: TritonConfig) -> bool:
+    """Whether the backward subtracts lse from raw scores: not if they are capped, nor if the scale
+    is too small to divide by, nor where the tile has no biases."""
+    scale = problem.score_scale
+    divides = abs(scale.softmax_scale) >= SMALLEST_DIVISOR
+    return config.tiles.of_bwd_kernel.biased and divides and not scale.is_capped
+
+
+def minus_lse_unit(problem: Problem, config: TritonConfig) -> float:
+    """What a natural score is multiplied by where the backward subtracts lse."""
+    in_scores = lse_in_scores(problem, config)
+    return 1.0 / problem.score_scale.softmax_scale if in_scores else LOG2E
+
+
+def unit_of_terms(problem: Problem, config: TritonConfig) -> float | None:
+    has_terms = problem.slopes is not None or problem.bias is not None
+    return minus_lse_unit(problem, config) if has_terms else None

@@ -18,6 +18,7 @@ class Tile(NamedTuple):
         and V constants of the kernel. 0: the whole n_block, run-time strides.
     biased: in the backward, -lse and -delta are the accumulator biases of S and dP, which takes no
         registers for them. If not, they are added to S and dP, and the load pipeline has them.
+    max_registers: of a thread, so that one more program fits an SM; 0: the compiler's choice.
     """
 
     block_m: int
@@ -26,6 +27,7 @@ class Tile(NamedTuple):
     num_stages: int
     slice_n: int = 0
     biased: bool = True
+    max_registers: int = 0
 
     def of_whole_blocks(self) -> Tile:
         """The tile for a kernel that multiplies a whole n_block at a time. For a sliced tile its
@@ -64,6 +66,20 @@ class Tiles(NamedTuple):
     def of_bwd_kernel(self) -> Tile:
         """The tile of the kernel of dK and dV, which both backwards launch."""
         return self.bwd or self.bwd_dkdv
+
+    def with_bias(self, head_dim: int, wgmma: bool) -> Tiles:
+        """The tiles of calls with a bias, a block of which takes shared memory and registers."""
+        if wgmma and head_dim <= 64:
+            return self._replace(bwd_dq=Tile(64, 64, 4, 3))
+        if wgmma and 96 < head_dim <= 128:
+            dkdv, dq = Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)
+            return self._replace(forward=WIDE, bwd_dkdv=dkdv, bwd_dq=dq)
+        if not wgmma and head_dim > 64:
+            dkdv = self.bwd_dkdv._replace(num_stages=min(self.bwd_dkdv.num_stages, 2))
+            return self._replace(
+                bwd_dkdv=dkdv, bwd_dq=Tile(64 if head_dim <= 128 else 32, 32, 4, 2)
+            )
+        return self
 
     def describe_backward(self) -> str:
         if self.bwd is None:

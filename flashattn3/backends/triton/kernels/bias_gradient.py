@@ -20,8 +20,10 @@ from .score_terms import alibi_on_minus_lse, bias_pointers, load_bias
         "num_m_blocks",
         "num_n_blocks",
         "bias_heads",
+        "bias_batch",
         "shared_heads",
         "num_shared",
+        "num_splits",
         "seqlen_q",
         "seqlen_k",
         "window_left",
@@ -55,8 +57,10 @@ def bwd_dbias_kernel(
     num_m_blocks,
     num_n_blocks,
     bias_heads,
+    bias_batch,
     shared_heads,
     num_shared,
+    num_splits,
     qhead_per_kvhead,
     seqlen_q,
     seqlen_k,
@@ -87,10 +91,11 @@ def bwd_dbias_kernel(
     ALIBI: tl.constexpr,
     BIAS_UNIT: tl.constexpr,
 ):
-    """One tile of dbias, (bias batch, bias_heads, seqlen_q, seqlen_k). Grid: num_m_blocks *
-    num_n_blocks * bias_heads * bias batch.
+    """One tile of a split of dbias, (num_splits, bias_batch, bias_heads, seqlen_q, seqlen_k). Grid:
+    num_m_blocks * num_n_blocks * bias_heads * bias_batch * num_splits.
 
-    num_shared: sequences and heads that share the tile, shared_heads heads of each sequence.
+    num_shared: sequences and heads that share the tile, shared_heads heads of each sequence; a
+    split has some of them.
     """
     q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
     k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
@@ -102,17 +107,20 @@ def bwd_dbias_kernel(
     first_row = pid % num_m_blocks * BLOCK_M
     first_key = pid // num_m_blocks % num_n_blocks * BLOCK_N
     place = (pid // num_m_blocks // num_n_blocks).to(tl.int64)
-    first_head, first_batch = place % bias_heads, place // bias_heads
+    first_head, first_batch = place % bias_heads, place // bias_heads % bias_batch
+    split = (place // bias_heads // bias_batch).to(tl.int32)
+    part = tl.cdiv(num_shared, num_splits)
     row_offsets = tl.arange(0, BLOCK_M)
     key_offsets = tl.arange(0, BLOCK_N)
     rows, keys = first_row + row_offsets, first_key + key_offsets
     diagonal = seqlen_k - seqlen_q
     dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    begin, end = 0, num_shared
+    begin = split * part
+    end = tl.minimum(begin + part, num_shared)
     if RIGHT:
-        end = tl.where(first_key > first_row + BLOCK_M - 1 + diagonal + window_right, 0, end)
+        end = tl.where(first_key > first_row + BLOCK_M - 1 + diagonal + window_right, begin, end)
     if LEFT:
-        end = tl.where(first_key + BLOCK_N - 1 < first_row + diagonal - window_left, 0, end)
+        end = tl.where(first_key + BLOCK_N - 1 < first_row + diagonal - window_left, begin, end)
 
     bias_rows = bias_pointers(
         bias_ptr, bias_stride_b, bias_stride_h, bias_stride_s, first_batch, first_head, rows,
