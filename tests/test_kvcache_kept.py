@@ -11,13 +11,14 @@ import torch
 from helpers import H100, forget_cached_calls, library_double, needs_hopper
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
+from flashattn3.backends.base import PassOperators
 from flashattn3.backends.hopper import cached as hopper_cached
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors, new_out
-from flashattn3.run import cached_calls, cached_plans
+from flashattn3.run import cached_calls, cached_plans, launches
 from flashattn3.run.launches import LaunchCache, cached_launch_cache
 
 
@@ -342,6 +343,15 @@ def test_watched_calls_do_not_go_to_the_operator(double):
     compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
     assert compiled(q, k, v).shape == q.shape
     assert double.received == []
+
+
+def test_a_cache_beyond_the_last_with_a_node_has_none(monkeypatch):
+    """Gradients may ask for any cache with a node, so that none is dropped."""
+    monkeypatch.setattr(launches, "MOST", len(launches._with_node))
+    operators = PassOperators(object(), None, None)
+    cache = LaunchCache(None)
+    cache.keep(lambda number: operators)
+    assert cache.operators is operators and cache.node is None
 
 
 LIBRARY = find_library()
