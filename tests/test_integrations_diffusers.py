@@ -50,15 +50,16 @@ def assert_close(found, wanted):
     assert error <= 1e-5, f"relative error {error:.1e}"
 
 
-def compared(model, inputs, backend=True):
-    """The model's output with torch's attention and with flashattn3."""
+def compared(model, inputs, activate=None):
+    """The model's output with torch's attention and with flashattn3, its own or of the provider."""
     model.eval()
     with torch.no_grad():
         wanted = model(**inputs, return_dict=False)[0]
-        if backend:
+        if activate is None:
             model.set_attention_backend(fa3.NAME)
-        found = model(**inputs, return_dict=False)[0]
-    assert_close(found, wanted)
+        else:
+            activate()
+        assert_close(model(**inputs, return_dict=False)[0], wanted)
 
 
 def made(name, **config):
@@ -67,45 +68,6 @@ def made(name, **config):
         pytest.skip(f"this diffusers has no {name}")
     torch.manual_seed(0)
     return cls(**config)
-
-
-def test_flux(calls):
-    model = flux()
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4),
-        "encoder_hidden_states": torch.randn(2, 8, 32),
-        "pooled_projections": torch.randn(2, 32),
-        "txt_ids": torch.zeros(8, 3),
-        "img_ids": torch.randn(16, 3),
-        "timestep": torch.tensor([1.0, 1.0]),
-    }
-    compared(model, inputs)
-    assert calls == {"flash_attn_func": 2, "flash_attn_varlen_func": 0}
-
-
-def test_wan(calls):
-    model = made(
-        "WanTransformer3DModel",
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=256,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
-    )
-    inputs = {
-        "hidden_states": torch.randn(1, 4, 2, 16, 16),
-        "timestep": torch.tensor([5]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-    }
-    compared(model, inputs)
-    assert calls == {"flash_attn_func": 4, "flash_attn_varlen_func": 0}
 
 
 def test_qwen_image_with_a_text_mask(calls):
@@ -191,74 +153,69 @@ def sdpa_provider(calls):
     torch.nn.attention.restore_flash_attention_impl()
 
 
-def compared_by_provider(model, inputs, activate):
-    model.eval()
-    with torch.no_grad():
-        wanted = model(**inputs, return_dict=False)[0]
-        activate()
-        assert_close(model(**inputs, return_dict=False)[0], wanted)
+def flux():
+    sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    return made("FluxTransformer2DModel", patch_size=1, axes_dims_rope=[4, 4, 8], **sizes)
 
 
-def test_unet_by_the_provider_of_torch(sdpa_provider, calls):
-    model = made(
-        "UNet2DConditionModel",
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=2,
-    )
-    inputs = {
-        "sample": torch.randn(1, 4, 16, 16),
-        "timestep": 10,
-        "encoder_hidden_states": torch.randn(1, 7, 16),
-    }
-    compared_by_provider(model, inputs, sdpa_provider)
-    assert calls["flash_attn_func"] == 8
+def wan():
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "num_layers": 2}
+    sizes |= {"out_channels": 4, "text_dim": 16, "freq_dim": 256, "ffn_dim": 32}
+    sizes |= {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32}
+    return made("WanTransformer3DModel", patch_size=(1, 2, 2), **sizes)
+
+
+def unet():
+    blocks = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D")}
+    blocks |= {"up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "layers_per_block": 1}
+    sizes = {"block_out_channels": (8, 16), "norm_num_groups": 4, "sample_size": 16}
+    sizes |= {"in_channels": 4, "out_channels": 4, "attention_head_dim": 2}
+    return made("UNet2DConditionModel", cross_attention_dim=16, **blocks, **sizes)
 
 
 def stable_diffusion_3():
-    return made(
-        "SD3Transformer2DModel",
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        caption_projection_dim=32,
-        pooled_projection_dim=32,
-        out_channels=4,
-    )
+    sizes = {"sample_size": 16, "patch_size": 2, "in_channels": 4, "num_layers": 2}
+    sizes |= {"attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 32}
+    sizes |= {"caption_projection_dim": 32, "pooled_projection_dim": 32, "out_channels": 4}
+    return made("SD3Transformer2DModel", **sizes)
 
 
-def test_stable_diffusion_3_by_the_provider_of_torch(sdpa_provider, calls):
-    model = stable_diffusion_3()
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 16, 16),
-        "encoder_hidden_states": torch.randn(2, 7, 32),
-        "pooled_projections": torch.randn(2, 32),
-        "timestep": torch.tensor([5, 5]),
-    }
-    compared_by_provider(model, inputs, sdpa_provider)
-    assert calls["flash_attn_func"] == 2
+# Model → whether it asks for its backend (else it calls torch's SDPA itself), its calls of
+# flashattn3, and its inputs: values, or shapes of random tensors.
+MODELS = {
+    flux: (True, 2, {
+        "hidden_states": (2, 16, 4), "encoder_hidden_states": (2, 8, 32),
+        "pooled_projections": (2, 32), "txt_ids": torch.zeros(8, 3), "img_ids": (16, 3),
+        "timestep": torch.tensor([1.0, 1.0]),
+    }),
+    wan: (True, 4, {
+        "hidden_states": (1, 4, 2, 16, 16), "encoder_hidden_states": (1, 12, 16),
+        "timestep": torch.tensor([5]),
+    }),
+    unet: (False, 8, {
+        "sample": (1, 4, 16, 16), "encoder_hidden_states": (1, 7, 16), "timestep": 10,
+    }),
+    stable_diffusion_3: (False, 2, {
+        "hidden_states": (2, 4, 16, 16), "encoder_hidden_states": (2, 7, 32),
+        "pooled_projections": (2, 32), "timestep": torch.tensor([5, 5]),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model, calls, request):
+    asks, count, inputs = MODELS[model]
+    activate = None if asks else request.getfixturevalue("sdpa_provider")
+    model = model()
+    given = {name: torch.randn(x) if type(x) is tuple else x for name, x in inputs.items()}
+    compared(model, given, activate)
+    assert calls == {"flash_attn_func": count, "flash_attn_varlen_func": 0}
 
 
 def vae():
     blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
     return made("AutoencoderKL", **blocks, block_out_channels=(4,), norm_num_groups=2)
-
-
-def flux():
-    sizes = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
-    sizes |= {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
-    return made("FluxTransformer2DModel", patch_size=1, axes_dims_rope=[4, 4, 8], **sizes)
 
 
 @pytest.mark.parametrize("model", [stable_diffusion_3, vae, flux])
