@@ -817,23 +817,21 @@ def convert(source, target, COUNT: tl.constexpr, INT8: tl.constexpr):
 
 
 @interpreted
-def test_the_conversion_rounds_as_torch_does():
-    x = torch.cat([torch.linspace(-448, 448, 2**16), torch.linspace(-0.05, 0.05, 2**16)])
-    halfway = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    halfway = (halfway[1:] + halfway[:-1]) / 2
-    edges = torch.cat([halfway, -halfway, torch.tensor([0.0, -0.0, float("nan")])])
-    x = torch.cat([x, torch.nn.functional.pad(edges, (0, -len(edges) % 1024))])
-    found = torch.empty(len(x), dtype=torch.uint8)
-    convert[(len(x) // 1024,)](x, found, COUNT=1024, INT8=False)
-    assert torch.equal(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-@interpreted
-def test_the_conversion_to_int8_rounds_as_torch_does():
-    halfway = torch.arange(-127.0, 127.0) + 0.5
-    around = [torch.nextafter(halfway, torch.tensor(to)) for to in (-200.0, 200.0)]
-    x = torch.cat([torch.linspace(-127, 127, 2**16), halfway, *around, torch.tensor([-0.0, 1e-40])])
+@of_both
+def test_the_conversion_rounds_as_torch_does(eight):
+    """Numbers of the whole range and of that near 0, those halfway, and the next to these."""
+    if eight == FP8:
+        halfway = torch.arange(126, dtype=torch.uint8).view(FP8).float()
+        halfway = (halfway[1:] + halfway[:-1]) / 2
+        x = [torch.linspace(-448, 448, 2**16), torch.linspace(-0.05, 0.05, 2**16)]
+        x += [halfway, -halfway, torch.tensor([0.0, -0.0, float("nan")])]
+    else:
+        halfway = torch.arange(-127.0, 127.0) + 0.5
+        around = [torch.nextafter(halfway, torch.tensor(to)) for to in (-200.0, 200.0)]
+        x = [torch.linspace(-127, 127, 2**16), halfway, *around, torch.tensor([-0.0, 1e-40])]
+    x = torch.cat(x)
     x = torch.nn.functional.pad(x, (0, -len(x) % 1024))
     found = torch.empty(len(x), dtype=torch.uint8)
-    convert[(len(x) // 1024,)](x, found, COUNT=1024, INT8=True)
-    assert torch.equal(found.view(INT8), x.round().to(INT8))
+    convert[(len(x) // 1024,)](x, found, COUNT=1024, INT8=eight == INT8)
+    wanted = x.round() if eight == INT8 else x
+    assert torch.equal(found, bits(wanted.to(eight)))
