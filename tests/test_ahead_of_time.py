@@ -36,6 +36,7 @@ FEATURES = {
     "softcap-split": {"softcap": 20.0, "num_splits": 2, "causal": True},
     "full": {},
     "mask": {"mask": True},
+    "mask-slopes": {"mask": True, "slopes": True},
 }
 # Bytes of local memory that a thread may spill to, by the instructions that multiply matrices, by
 # kernel and by head dim of the row: the largest of what MEASURED_TRITONS need, plus a quarter, at
@@ -114,7 +115,8 @@ def launches_of(
         tensors = Tensors(rows, rows, values, edges, edges, edges[1:], edges[1:])
     if features.pop("mask", False):
         mask = masks.from_bool(torch.empty(1, HEADS, 4001, 4001, device="meta").bool())
-        tensors = Tensors(*tensors[:-6], *mask.tensors)
+        slopes = torch.empty(HEADS, device="meta") if features.pop("slopes", False) else None
+        tensors = Tensors(*tensors[:3], *(None,) * 5, slopes, None, *mask.tensors)
     if dtype in EIGHT_BIT and features:  # the plainest has no descales either
         batch = 1 if tensors.cu_seqlens_q is None else 3
         descale = torch.empty(batch, HEADS, 32, device="meta")
@@ -200,6 +202,7 @@ for of in EIGHT_BIT:
 ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
 ALL += [(H100, d, "softcap-split", "bfloat16") for d in (96, 192)]
 ALL += [(chip, d, "mask", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
+ALL += [(H100, 64, "mask-slopes", "bfloat16")]
 # out in float32 goes through shared memory, of which this chip has the least.
 IN_PARTS = [d for d in HEAD_DIMS[RTX5090] if d not in WHOLE_HEAD_DIMS]
 ALL += [(RTX5090, d, "softcap-split", "bfloat16") for d in IN_PARTS]

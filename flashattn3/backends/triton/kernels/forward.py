@@ -313,7 +313,6 @@ def forward_kernel(
     LAST: tl.constexpr = 4 if CUT else 2
     for stage in tl.static_range(0 if LEFT else 1, LAST + 1 if RIGHT or TAIL or LISTED else LAST):
         MASKED = stage == 0 or stage == LAST
-        SIDE_OF = 2 if LISTED else stage  # listed blocks have no side of the diagonal
         stage_begin, stage_end = stage_range(edges, stage)
         for step in range(stage_begin, stage_end, 1 if LISTED else BLOCK_N):
             first_key = step
@@ -345,7 +344,7 @@ def forward_kernel(
                     s = s * scale_log2
                 if ALIBI != 0:
                     offset = diagonal - first_key
-                    s = add_alibi(s, slope, rows, keys + slice_key, offset, SIDE_OF, ALIBI)
+                    s = add_alibi(s, slope, rows, keys + slice_key, offset, stage, ALIBI, LISTED)
                 if bias_ptr is not None:
                     bias = load_bias(
                         bias_rows + (first_key + slice_key),
@@ -378,7 +377,7 @@ def forward_kernel(
                 block_max = tl.maximum(block_max, scores[i])
             largest = tl.max(block_max, 1) * factor
             if ALIBI != 0:
-                shift = alibi_shift(slope, rows, diagonal - first_key, SIDE_OF, ALIBI)
+                shift = alibi_shift(slope, rows, diagonal - first_key, stage, ALIBI, LISTED)
                 largest += shift
             new_max = tl.maximum(row_max, largest)
             reference = new_max

@@ -35,13 +35,17 @@ def alibi_edges(edges, first_row, last_row, diagonal, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def add_alibi(scores, slope, rows, keys, offset, stage: tl.constexpr, ALIBI: tl.constexpr):
+def add_alibi(
+    scores, slope, rows, keys, offset, stage: tl.constexpr, ALIBI: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
     """Scores less slope * distance, but for ``alibi_shift``. keys: counted from the block's first.
 
     offset: of the key aligned with row 0 from the block's first. stage: of the loop, whose blocks
-    have a side of the diagonal in ``alibi_edges``.
+    have a side of the diagonal in ``alibi_edges``; LISTED: they are a mask's and have none.
     """
-    SIDE: tl.constexpr = 1 if ALIBI == LEFT_ALONE or stage == 1 else (-1 if stage == 3 else 0)
+    LEFT: tl.constexpr = (ALIBI == LEFT_ALONE or stage == 1) and not LISTED
+    SIDE: tl.constexpr = 1 if LEFT else (-1 if stage == 3 else 0)
     if SIDE == 0:
         distance = tl.abs((rows + offset)[:, None] - keys[None, :]).to(tl.float32)
         scores = scores - slope * distance
@@ -51,9 +55,12 @@ def add_alibi(scores, slope, rows, keys, offset, stage: tl.constexpr, ALIBI: tl.
 
 
 @triton.jit
-def alibi_shift(slope, rows, offset, stage: tl.constexpr, ALIBI: tl.constexpr):
+def alibi_shift(
+    slope, rows, offset, stage: tl.constexpr, ALIBI: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
     """What ``add_alibi`` leaves out, for each row, times log2(e)."""
-    SIDE: tl.constexpr = 1 if ALIBI == LEFT_ALONE or stage == 1 else (-1 if stage == 3 else 0)
+    LEFT: tl.constexpr = (ALIBI == LEFT_ALONE or stage == 1) and not LISTED
+    SIDE: tl.constexpr = 1 if LEFT else (-1 if stage == 3 else 0)
     if SIDE == 0:
         shift = tl.zeros((rows.shape[0],), dtype=tl.float32)
     else:
