@@ -145,6 +145,11 @@ def quick_case(case, backend: str, dtype: torch.dtype) -> bool:
     return case.name in FEATURE_CASES or (backend, dtype) == ("reference", torch.bfloat16)
 
 
+def swept_case(case, backend: str, dtype: torch.dtype) -> bool:
+    """Whether test_reference.py has the same case and dtype, with smaller tiles."""
+    return case.name not in FEATURE_CASES and (backend, dtype) == ("reference", torch.float64)
+
+
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 # Triton's interpreter multiplies bfloat16 matrices as if their bits were integers.
 TRITON_DTYPES = SIXTEEN_BIT if GPU else (torch.float16,)

@@ -13,6 +13,7 @@ from helpers import (
     case_named,
     gradients_hold,
     quick_case,
+    swept_case,
 )
 
 from flashattn3_bench.checking import (
@@ -34,7 +35,7 @@ def run(case, tensors, backend, dout, dlse, **options):
     return torch.autograd.grad(outputs, tensors[:3], given)
 
 
-@pytest.mark.interpreted(quick=quick_case)
+@pytest.mark.interpreted(quick=quick_case, sweep=swept_case)
 @pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
 def test_backward(case, backend, dtype, device):
