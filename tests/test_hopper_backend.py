@@ -4,6 +4,7 @@ on a Hopper GPU what is its own: copies for TMA, and tile counters that launches
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -29,8 +30,12 @@ from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
+    BIAS,
     FORWARD_CONFIGS,
     HEAD_DIMS,
+    LARGEST,
+    NO_TERM,
+    SLOPES,
     all_configs,
     select_backward_config,
     select_forward_config,
@@ -115,7 +120,9 @@ KEYS_OF = {(64, 96): 257, (64, 112): 197}  # head dim and block_n → keys in su
 
 
 @pytest.mark.parametrize(
-    "kernel_config", FORWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
+    "kernel_config",
+    [config for config in FORWARD_CONFIGS if config.term != BIAS],  # no plan has one yet
+    ids=lambda kernel_config: kernel_config.name,
 )
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
     dtype = DTYPES[kernel_config.dtype]
@@ -125,14 +132,42 @@ def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_confi
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": longest, "heads": (16, 16)}
     tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype, **sizes)
     careful = hopper(only_measured=True)
-    found = plan(tensors, careful, causal=kernel_config.masked)
+    if kernel_config.term == SLOPES:
+        tensors = tensors._replace(alibi_slopes=torch.empty(16, device="meta"))
+    options = {"causal": kernel_config.masked, "return_max_logit": kernel_config.term == LARGEST}
+    found = plan(tensors, careful, **options)
     assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
-    assert (
-        plan(
-            tensors, careful, causal=kernel_config.masked, backend="hopper"
-        ).launch.config.kernel_config
-        == kernel_config
-    )
+    named = plan(tensors, careful, backend="hopper", **options)
+    assert named.launch.config.kernel_config == kernel_config
+
+
+def test_what_changes_scores_chooses_the_kernel():
+    """Sinks have no kernel config of their own; a bias has none here; 8 bits have sinks alone."""
+    slopes, sinks = torch.empty(8, device="meta"), torch.empty(8, device="meta")
+    bias = torch.empty(1, 8, 1024, 1024, device="meta", dtype=torch.bfloat16)
+
+    def terms(tensors, **options):
+        config = plan(tensors, **options).launch.config
+        gradient = config.gradient_config
+        return config.kernel_config.term, gradient and gradient.term
+
+    given = qkv()
+    assert terms(given._replace(sinks=sinks)) == (NO_TERM, NO_TERM)
+    assert plan(given._replace(sinks=sinks)).launch.config.packed is None
+    assert terms(given._replace(sinks=sinks, alibi_slopes=slopes)) == (SLOPES, SLOPES)
+    assert terms(given, return_max_logit=True) == (LARGEST, NO_TERM)
+    both = terms(given._replace(alibi_slopes=slopes), return_max_logit=True)
+    assert both == (LARGEST, SLOPES)
+    declined = dict(plan(given._replace(bias=bias)).declined)
+    assert declined["hopper"] == "has no kernel for bias"
+    narrow = qkv(dtype=FP8)
+    assert terms(narrow._replace(sinks=sinks)) == (NO_TERM, None)
+    for changed, options, name in (
+        (narrow._replace(alibi_slopes=slopes), {}, "alibi_slopes"),
+        (narrow, {"return_max_logit": True}, "return_max_logit"),
+    ):
+        declined = dict(plan(changed, **options).declined)
+        assert declined["hopper"] == f"has no kernel of 8 bits for {name}"
 
 
 # Head dims of q and v → that of the gradient's row.
@@ -459,6 +494,54 @@ def test_copies_begin_where_tma_can_read_and_out_is_dense_again():
         assert all(stride % 8 == 0 for stride in passed.stride()[:-1])
         assert passed.data_ptr() % 16 == 0
     assert out.shape == (2, 9, 4, 21) and out.is_contiguous()
+
+
+def test_the_operators_of_calls_that_change_scores_get_what_changes_them():
+    """Sinks and slopes behind the descales, and max_logit, -inf, where the call asks for it; the
+    gradient of sinks behind the others."""
+    given = Tensors(*(torch.randn(2, 9, heads, 20).half() for heads in (4, 2, 2)))
+    tensors = given._replace(sinks=torch.randn(4), alibi_slopes=torch.rand(2, 4))
+    recorder, gradients = Recorder(), GradientRecorder()
+
+    def backward(*arguments):
+        return (*gradients(*arguments), torch.ones(4))
+
+    library = library_double(
+        forward=None, backward=None, forward_with_scores=recorder, backward_with_scores=backward
+    )
+    backend = HopperBackend(library=lambda: library, only_measured=False)
+    found = plan(tensors, backend, return_max_logit=True)
+    out, lse, max_logit = found.launch.forward(tensors)
+    assert recorder.descales[:3] == (None,) * 3
+    assert recorder.descales[3] is tensors.sinks and recorder.descales[4] is tensors.alibi_slopes
+    assert recorder.descales[5] is max_logit and out.shape == (2, 9, 4, 20)
+    assert max_logit.tolist() == [-math.inf] * 4 and max_logit.dtype == torch.float32
+    out = plan(tensors, backend).launch.forward(tensors)[0]
+    assert recorder.descales[5] is None
+    launch = plan(tensors, backend).launch
+    *sides, dsinks, dbias = launch.backward(torch.ones_like(out), None, out, lse, tensors, False)
+    assert [x.shape for x in sides] == [x.shape for x in given[:3]]
+    assert gradients.indices == (None,) * 4 + (tensors.sinks, tensors.alibi_slopes)
+    assert dsinks.tolist() == [1.0] * 4 and dbias is None
+    assert len(launch.backward(torch.ones_like(out), None, out, lse, tensors)) == 3
+
+
+def test_sinks_without_keys_have_the_gradient_of_lse():
+    given = Tensors(*(torch.randn(2, n, 4, 64).half() for n in (3, 0, 0)), sinks=torch.randn(4))
+
+    def backward(launch, dout, dlse, out, lse, q, k, v, *rest):
+        return q, k, v, torch.full((4,), math.nan)
+
+    library = library_double(backward_with_scores=backward)
+    backend = HopperBackend(library=lambda: library, only_measured=False)
+    launch = plan(given, backend).launch
+    out, lse = torch.zeros(2, 3, 4, 64).half(), torch.randn(2, 4, 3)
+    dlse = torch.randn(2, 4, 3)
+    lse[1, 2, 0] = -math.inf  # a row of no sequence
+    dsinks = launch.backward(out, dlse, out, lse, given, False)[3]
+    wanted = dlse.masked_fill(lse.isinf(), 0).sum((0, 2))
+    torch.testing.assert_close(dsinks, wanted)
+    assert launch.backward(out, None, out, lse, given, False)[3].tolist() == [0.0] * 4
 
 
 def test_varlen_passes_the_edges_and_the_longest_lengths():

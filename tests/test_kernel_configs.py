@@ -21,7 +21,9 @@ from flashattn3.backends.hopper.kernel_configs import (
     FORWARD_CONFIGS,
     HEAD_DIMS,
     MAX_HEAD_DIM,
+    NO_TERM,
     SIXTEEN_BIT,
+    SLOPES,
     BackwardConfig,
     DecodeConfig,
     ForwardConfig,
@@ -42,7 +44,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 110
+    assert len(set(names)) == len(names) <= 120
     assert all(name.isidentifier() for name in names)
 
 
@@ -98,7 +100,7 @@ def test_every_problem_finds_exactly_one_row(dtype, masked):
         kin = [
             (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k, r.block_m, r.block_n)
             for r in FORWARD_CONFIGS
-            if not r.term
+            if r.term == NO_TERM
         ]
         assert len(set(kin)) == len(kin)
         of = dtype, config.head_dim, config.head_dim_v, masked, None
@@ -123,9 +125,21 @@ def test_calls_with_a_bias_find_a_row_up_to_128_columns(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_slopes_find_a_kernel_of_16_bits_with_a_mask(dtype):
+    for head_dim in range(1, MAX_HEAD_DIM + 1):
+        for masked in (False, True):
+            config = select_forward_config(dtype, head_dim, head_dim, masked, 512, term=SLOPES)
+            assert (config is None) == (dtype in EIGHT_BIT)
+            assert config is None or (config.term, config.masked) == (SLOPES, True)
+        gradient = select_backward_config(dtype, head_dim, head_dim, SLOPES)
+        assert (gradient is None) == (dtype in EIGHT_BIT)
+        assert gradient is None or gradient.head_dim == config.head_dim >= head_dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_16_bits_find_the_smallest_row(dtype):
     largest = max(config.head_dim for config in BACKWARD_CONFIGS)
-    rows = [r for r in BACKWARD_CONFIGS if r.dtype == dtype and not r.term]
+    rows = [r for r in BACKWARD_CONFIGS if r.dtype == dtype and r.term == NO_TERM]
     kin = [(r.head_dim, r.head_dim_v) for r in rows]
     assert len(set(kin)) == len(kin)
     dims = (1, 8, 64, 65, 96, 97, 128, 129, 136, 160, 191, 192, 193, 256)

@@ -23,11 +23,12 @@ __device__ __forceinline__ float rescale_factor(float from, float to) {
 
 // Adds a sink, a logit in log2 units without a value, to the row's sum: an epilogue's hook, as
 // those of variant.cuh are a main loop's. Returns the factor that makes O relative to the new
-// maximum.
+// maximum. A sink of +inf leaves O and the other terms no weight.
 __device__ __forceinline__ float add_sink(RowStats& stats, float sink) {
   const float max = fmaxf(stats.max, sink);
   const float rescale = rescale_factor(stats.max, max);
-  stats = {max, stats.sum * rescale + rescale_factor(sink, max)};
+  // Of inf - inf, NaN, and 0 fminf returns 0.
+  stats = {max, stats.sum * rescale + exp2_approx(fminf(sink - reference_of(max), 0.f))};
   return rescale;
 }
 

@@ -1,11 +1,19 @@
-// What is added to a score after the cap. A choice of the kernel config, since it costs every
-// score an instruction.
+// What is added to a score after the cap, and to a row. The term of a score is a choice of the
+// kernel config, since it costs every score an instruction.
 #pragma once
 
 namespace flashattn3 {
 
 //   kSlopes: ALiBi, -slope * |distance of query and key|
 //   kBias: an element of a tensor
-enum class ScoreTerm { kNone, kSlopes, kBias };
+//   kLargest: as kSlopes, and the kernel looks for the largest score (attention/largest_score.cuh)
+enum class ScoreTerm { kNone, kSlopes, kBias, kLargest };
+
+constexpr bool has_slopes(ScoreTerm term) {
+  return term == ScoreTerm::kSlopes || term == ScoreTerm::kLargest;
+}
+
+// Element type of sinks.
+enum class SinkType { kFloat32, kFloat16, kBFloat16 };
 
 }  // namespace flashattn3

@@ -12,6 +12,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "attention/largest_score.cuh"
 #include "ptx/approximations.cuh"
 #include "ptx/element.h"
 #include "tile/fragment.h"
@@ -63,7 +64,7 @@ struct SoftmaxState {
     for (int i = 0; i < kCount; i += 2) {
       const int r = row_of(i);
       const float a = scale.exponent(get(s[i]), i, row_max[r]);
-      const float b = scale.exponent(get(s[i + 1]), i, row_max[r]);
+      const float b = scale.exponent(get(s[i + 1]), i + 1, row_max[r]);
       highest[r] = __vimax3_s32(highest[r], __float_as_int(a), __float_as_int(b));
       set(s[i], a);
       set(s[i + 1], b);
@@ -89,7 +90,8 @@ struct SoftmaxState {
   __device__ __forceinline__ float row_sum(int r) const { return quad_sum(sum[r]); }
 };
 
-template <ElementType kElement, int kN, bool kRowsMayBeEmpty>
+// Largest: LargestScore, or NoScore.
+template <ElementType kElement, int kN, bool kRowsMayBeEmpty, class Largest = NoScore>
 struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
   using Base = SoftmaxState<kN, kRowsMayBeEmpty>;
   using Base::kCount, Base::row_max, Base::sum, Base::unseen;
@@ -100,6 +102,10 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
   static constexpr float kRescaleThreshold = 10.f - kLift;
   static constexpr float kLargestSum =
       kElement == ElementType::kBFloat16 ? 1.f : 0x1p10f;  // 2^kRescaleThreshold
+
+  static constexpr bool kTracks = Largest::kTracks;
+
+  Largest largest;
 
   // Raises row_max to kLift above the rows' maxima. s: score - row_max, on return relative to the
   // new row_max. factor: the caller multiplies O with it; the sums are rescaled here. All lanes of
@@ -136,11 +142,16 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
     sum[1] += part[1];
   }
 
+  // Of exponentiate_at_once. overflow: a sum of the warp is too large or NaN: s then holds no
+  // usable values, and the state is unchanged. above: a score may be above the largest one.
+  struct Outcome {
+    bool overflow, above;
+  };
+
   // For tiles of which all rows see all keys: subtract_row_max and exponentiate in one pass; the
-  // sums show whether row_max must rise. Returns true if a sum of the warp is too large or NaN: s
-  // then holds no usable values, and the state is unchanged.
+  // sums show whether row_max must rise.
   template <class Scale>
-  __device__ __forceinline__ bool exponentiate_at_once(float (&s)[kCount], const Scale& scale) {
+  __device__ __forceinline__ Outcome exponentiate_at_once(float (&s)[kCount], const Scale& scale) {
     float part[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -152,7 +163,8 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
       sum[0] += part[0];
       sum[1] += part[1];
     }
-    return !all_fit;
+    if constexpr (Largest::kTracks) return {!all_fit, !__all_sync(~0u, largest.is_above(part))};
+    return {!all_fit, false};
   }
 
   // O and the sums hold 2^(score - row_max_log2).

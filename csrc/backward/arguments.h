@@ -6,7 +6,9 @@
 
 #include <cstdint>
 
+#include "attention/alibi.cuh"
 #include "attention/seqlen.cuh"
+#include "attention/sinks.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "attention/variant.cuh"
 #include "backward/config.h"
@@ -43,6 +45,7 @@ struct Workspace {
   int32_t* dq_semaphore;  // (heads, rows / 64, num_dq_semaphores()): state or number of additions
                           // to dq_accum; dq_semaphore.cuh
   int64_t num_rows;       // of a head, a multiple of 64
+  float* sink_gradients;  // (heads, rows / 64): what the rows of a block add to that of a sink
 
   // First row of a sequence. Heads are counted per head with cu_seqlens, else across the batch.
   __device__ __forceinline__ int64_t first(const SequenceTable& table, int batch_idx, int head,
@@ -90,6 +93,9 @@ struct Arguments {
   float softmax_scale;  // of dq and dk
   ScoreScale score_scale;
   PartialSums partial_sums;
+  Slopes slopes;  // read by kernel configs with slopes
+  void* dsinks;   // (num_heads_q), null: not written
+  SinkType sink_type;
 };
 
 // Additional arguments of kernel configs with a bias.
@@ -175,6 +181,7 @@ struct PreprocessArguments {
   int dq_semaphores_per_block;  // per block of 64 rows
   int dq_accum_columns;         // columns of dq_accum to set to 0; 0: none
   float log2_unit;              // log2_unit_of_probabilities()
+  Sinks sinks;                  // read only if their gradients are summed
 };
 
 }  // namespace flashattn3::backward

@@ -71,6 +71,18 @@ class ConsumerState {
                                 tile().m_blocks.block(position) * kBlockM);
   }
 
+  // The term of the scores of a step. stage: of Q and dO.
+  __device__ __forceinline__ auto term_of(int position, uint32_t stage) const {
+    if constexpr (Traits::kConfig.term == ScoreTerm::kSlopes) {
+      const int row = tile().m_blocks.block(position) * kBlockM;
+      const int of_row = row + uniform(tile().num_keys) - uniform(tile().num_rows);
+      return TransposedAlibi<kBlockM>(storage_.slopes[stage], of_row, uniform(warp_first_key()),
+                                      column(), args_.window.right > 0);
+    } else {
+      return NoTerm();
+    }
+  }
+
   // Starts dV += P dO or dK += dS Q. offset: of the stage's dO or Q, as Traits::kDoutLow.
   template <int kColumns>
   __device__ __forceinline__ void start_gradient(float (&gradient)[kColumns / 2],

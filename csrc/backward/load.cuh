@@ -74,6 +74,9 @@ class Producer {
     Barrier& full = storage_.q_dout_full[stage];
     // Sync: every consumer warp has released the stage.
     storage_.q_dout_empty[stage].wait(rows_.phase());
+    if constexpr (Traits::kConfig.term == ScoreTerm::kSlopes) {
+      storage_.slopes[stage] = args_.slopes.at(tile.batch_idx, head);
+    }
     load_with_lse_or_delta<Traits::kAtoms>(shared_ + Traits::kQOffset + stage * Traits::kQBytes,
                                            &args_.q, full, storage_.lse[stage], at, 0, row, head,
                                            q_batch_coord);

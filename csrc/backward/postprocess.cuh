@@ -1,7 +1,9 @@
-// Postprocess: converts dq_accum, which is in accumulator order, to dq.
+// Postprocess: converts dq_accum, which is in accumulator order, to dq, and sums the gradients of
+// sinks.
 #pragma once
 
 #include "attention/block_list.cuh"
+#include "attention/sinks.cuh"
 #include "backward/arguments.h"
 #include "backward/dq_semaphore.cuh"
 #include "ptx/pdl.cuh"
@@ -88,6 +90,25 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
   }
 }
 
+// Sums the gradient of a head's sink over the blocks of all sequences, always in the same order.
+__device__ __forceinline__ void reduce_sink_gradient(const Arguments& args, int head) {
+  const int num_blocks = static_cast<int>(args.workspace.num_rows / kBlockM);
+  const int sequences = args.seqlens_q.cu_seqlens != nullptr ? 1 : args.scheduler.varlen.batch;
+  float sum = 0.f;
+  for (int i = threadIdx.x; i < sequences * num_blocks; i += blockDim.x) {
+    const int sequence = i / num_blocks;
+    sum += args.workspace.sink_gradients[int64_t{sequence} * (args.num_heads_q - 1) * num_blocks +
+                                         int64_t{head} * num_blocks + i];
+  }
+  __shared__ float parts[128];
+  parts[threadIdx.x] = sum;
+  for (int half = 64; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) store_sink(args.dsinks, args.sink_type, head, parts[0]);
+}
+
 // CTAs start on SMs that the main kernel leaves free or whose CTAs exit (PDL), with the heads whose
 // dq_accum is complete first.
 template <class Traits>  // a type and not a Config, as for attention_kernel
@@ -95,8 +116,12 @@ __global__ void __launch_bounds__(128) postprocess_kernel(const __grid_constant_
   constexpr Config kConfig = Traits::kConfig;
   launch_dependents();
   postprocess_block<kConfig>(args, blockIdx.x);
-  // Keeps this grid alive until the main kernel is complete, so no dependent starts early.
-  if (blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
+  // Keeps this grid alive until the main kernel is complete, so no dependent starts early. The last
+  // CTAs, of which there are no fewer than heads, then find all of preprocess's sums.
+  const int behind = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const bool reduces = args.dsinks != nullptr && behind < args.num_heads_q;
+  if (behind == 0 || reduces) griddepcontrol_wait();
+  if (reduces) reduce_sink_gradient(args, behind);
 }
 
 }  // namespace flashattn3::backward

@@ -1,8 +1,11 @@
-// Preprocess: computes delta (sum of dout * out per row) and lse in log2 units, and resets
-// dq_semaphore, tiles_done, the states of partial sums and, with cluster2, dq_accum to 0.
+// Preprocess: computes delta (sum of dout * out per row) and lse in log2 units, sums the gradients
+// of sinks over the rows of a block, and resets dq_semaphore, tiles_done, the states of partial
+// sums and, with cluster2, dq_accum to 0.
 #pragma once
 
+#include "attention/sinks.cuh"
 #include "backward/arguments.h"
+#include "ptx/approximations.cuh"
 #include "ptx/pdl.cuh"
 #include "tile/gemm.cuh"
 
@@ -29,8 +32,29 @@ __device__ __forceinline__ float row_product(const uint16_t* a, const uint16_t* 
   return sum;
 }
 
+// Stores the gradient of a head's sink over the 64 rows of a block, always summed in the same
+// order: the probability of the sink times minus delta. All threads of the CTA call it after its
+// rows are in the workspace. first: the block's first row there.
+__device__ __forceinline__ void store_sink_gradient(const PreprocessArguments& args, int number,
+                                                    int head, int64_t first) {
+  constexpr float kLog2e = 1.44269504088896f;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const float sink = args.sinks.at(head) * kLog2e + args.log2_unit;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = threadIdx.x; i < kBlockM; i += 32) {
+    const float lse = args.workspace.lse[first + i];  // +inf also where a sink is +inf
+    if (lse < INFINITY) sum += exp2_approx(sink - lse) * args.workspace.minus_delta[first + i];
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  if (threadIdx.x == 0) args.workspace.sink_gradients[number] = sum;
+}
+
 // A CTA: 64 rows of a head. 8 lanes to a row, 4 rows to a warp at a time.
-template <ElementType kElement>
+// kSinks: their gradients are summed, for which the kernel takes more registers.
+template <ElementType kElement, bool kSinks>
 __global__ void __launch_bounds__(kPreprocessThreads)
     preprocess_kernel(const __grid_constant__ PreprocessArguments args) {
   constexpr int kLanes = 8;
@@ -49,6 +73,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   }
   const MBlock block =
       MBlock::of_number(number, args.workspace, args.seqlens_q, args.batch, args.num_heads);
+  if constexpr (kSinks) {
+    if (!block.any() && threadIdx.x == 0) args.workspace.sink_gradients[number] = 0.f;
+  }
   if (!block.any()) return;
   const int head = block.head;
   const Sequence rows = block.rows;
@@ -91,6 +118,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     args.workspace.lse[first + i] = lse;
     args.workspace.minus_delta[first + i] = minus_delta;
   }
+  if constexpr (kSinks) store_sink_gradient(args, number, head, first);
 }
 
 }  // namespace flashattn3::backward

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/variant.cuh"
+#include "backward/transposed_alibi.cuh"
 #include "ptx/approximations.cuh"
 #include "ptx/opaque.cuh"
 #include "tile/fragment.h"
@@ -27,10 +28,11 @@ __device__ __forceinline__ void load_per_column(float (&s)[kCount], const float*
   load_per_column<0, kCount>(s, lse_or_delta, column);
 }
 
-// Scores become 2^(score - lse), capped and in log2 units. lse: of each accumulator's column.
-template <int kCount>
+// Scores become 2^(score - lse), capped, with their term and in log2 units. lse: of each
+// accumulator's column. Term: TransposedAlibi or NoTerm.
+template <int kCount, class Term>
 __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&lse)[kCount],
-                                             ScoreScale scale) {
+                                             ScoreScale scale, const Term& term) {
   if (scale.caps()) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -40,8 +42,23 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], const float (&l
       s[i] = tanh_of_scaled(s[i] * scale.tanh_scale);
     }
   }
+  if constexpr (Term::kAny) {
+    if (term.is_crossed()) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], scale.factor, -lse[i]));
+      for (int i = 0; i < kCount; ++i) {
+        s[i] = exp2_approx(fmaf(s[i], scale.factor, -lse[i]) + term.of(i));
+      }
+    } else {  // the two rows of a column share a sum
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        s[i] = fmaf(s[i], scale.factor, term.of_column(i) - lse[i]);
+        s[i] = exp2_approx(s[i] + term.of_row(row_of(i)));
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(fmaf(s[i], scale.factor, -lse[i]));
+  }
 }
 
 // Sets the probabilities of a tile of keys x kM queries to 0 where the query does not see the key.
@@ -66,9 +83,9 @@ __device__ __forceinline__ void mask_probabilities(float (&p)[kM / 2], const Mas
 // Multiplies P by the cap's derivative 1 - tanh^2; tanh is recovered from P. scale: with a cap.
 // Where P is 0, tanh is lost and the result is 0. kClamps: there a maximum sets tanh to -1, which
 // takes fewer registers than a select (up to 128 columns the select spills registers).
-template <bool kClamps = false, int kCount>
+template <bool kClamps = false, int kCount, class Term>
 __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const float* lse,
-                                                  ScoreScale scale,
+                                                  ScoreScale scale, const Term& term,
                                                   uint32_t column = thread_column(threadIdx.x)) {
   const float inverse = 1.f / scale.factor;
 #pragma unroll
@@ -81,6 +98,7 @@ __device__ __forceinline__ void differentiate_cap(float (&p)[kCount], const floa
     load_per_column(of_column, lse + register_column(i), column);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      if constexpr (Term::kAny) of_column[j] -= term.of(i + j);
       const float tanh = (__log2f(p[i + j]) + of_column[j]) * inverse;
       if constexpr (kClamps) {
         const float clamped = fmaxf(tanh, -1.f);

@@ -39,11 +39,12 @@ class Step : protected ConsumerState<kConfig> {
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
     load_per_column<Traits::kLseInRegisters, kBlockM / 2>(lse, storage.lse[stage], this->column());
+    const auto term = this->term_of(position, stage);
     if constexpr (Traits::kBias) {
       exponentiate_with_bias<kElement>(s, lse, this->args_.score_scale.factor,
                                        this->bias_columns(stage));
     } else {
-      exponentiate(s, lse, this->args_.score_scale);
+      exponentiate(s, lse, this->args_.score_scale, term);
     }
     this->mask_unless_full(s, position, full_blocks);
     pack_probabilities<kElement, kBlockM>(p, s);
@@ -52,7 +53,7 @@ class Step : protected ConsumerState<kConfig> {
     warpgroup_wait<1>();
     warpgroup_fence_operand(dp);
     if (!Traits::kBias && this->args_.score_scale.caps()) {
-      differentiate_cap<true>(s, storage.lse[stage], this->args_.score_scale, this->column());
+      differentiate_cap<true>(s, storage.lse[stage], this->args_.score_scale, term, this->column());
     }
 #pragma unroll
     for (int i = 0; i < kBlockM / 2; ++i) s[i] *= dp[i];

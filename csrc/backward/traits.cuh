@@ -112,6 +112,7 @@ struct SharedStorage {
   Barrier dq_full[kDqWriters == kConsumers ? kConsumers : 2 * kConsumers], dq_empty[kConsumers];
   Barrier tile_full[2], tile_empty[2];
   WorkTile tile[2];
+  float slopes[kStages];  // of the query head; written before q_dout_full
 
   // One thread calls it, before the CTA's first __syncthreads. loads: arrivals at q_dout_full.
   __device__ __forceinline__ void init(int loads = 2) {

@@ -39,7 +39,7 @@ class WideStep : protected ConsumerState<kConfig> {
     start_s(s, stage);
     warpgroup_wait<0>();
     warpgroup_fence_operand(s);
-    exponentiate(s, lse, this->args_.score_scale);
+    exponentiate(s, lse, this->args_.score_scale, NoTerm());
     this->mask_unless_full(s, position, full_blocks);
     pack_probabilities<kElement, kBlockM>(p, s);
     const bool caps = this->args_.score_scale.caps();
@@ -96,7 +96,8 @@ class WideStep : protected ConsumerState<kConfig> {
   // P times the cap's derivative waits in the dS buffer: there are registers for it or for P, and
   // tanh cannot be recovered from 16 bits of P.
   __device__ __forceinline__ void stage_capped(Scores& p, uint32_t stage) {
-    differentiate_cap<true>(p, this->storage_.lse[stage], this->args_.score_scale, this->column());
+    differentiate_cap<true>(p, this->storage_.lse[stage], this->args_.score_scale, NoTerm(),
+                            this->column());
     Operand capped;
     pack_probabilities<kElement, kBlockM>(capped, p);
     this->stage_in_ds(capped);

@@ -5,7 +5,9 @@
 
 #include <cstdint>
 
+#include "attention/alibi.cuh"
 #include "attention/seqlen.cuh"
+#include "attention/sinks.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "attention/variant.cuh"
 #include "forward/quantized_arguments.h"
@@ -34,6 +36,9 @@ struct Arguments {
   int qhead_per_kvhead;  // query heads that share one head of k and v
   int head_dim_v;
   Variant variant;
+  Sinks sinks;
+  Slopes slopes;     // read by kernel configs with slopes
+  float* max_logit;  // (num_heads_q), initially -inf; null: not written; of ScoreTerm::kLargest
 };
 
 // Additional arguments of kernel configs with a bias.

@@ -158,14 +158,17 @@ class ConsumerPipeline {
     return {visited, full, visited.end - 1};
   }
 
+  __device__ __forceinline__ int first_key(const BlockWalk& at) const {
+    return at.block() * kBlockN;
+  }
+
   // Masks the scores of a block unless all are visible.
   template <class Scores>
   __device__ __forceinline__ void mask(Scores& s, const BlockWalk& at) const {
     if (at.is_full()) return;
     const int row = warp_first_row() + thread_row(threadIdx.x % 32);
     const Mask mask = tile().mask(tile().num_rows, tile().num_keys, args_.variant.window);
-    mask_scores<kBlockN, Traits::kMasked>(s, mask, row,
-                                          tile().n_blocks.block(at.position) * kBlockN);
+    mask_scores<kBlockN, Traits::kMasked>(s, mask, row, first_key(at));
   }
 
   const Arguments& args_;

@@ -1,6 +1,7 @@
 // The epilogue: normalises a warp's 16 rows of O and stores out and lse.
 #pragma once
 
+#include "attention/sinks.cuh"
 #include "forward/arguments.h"
 #include "forward/single_key.cuh"
 #include "forward/traits.cuh"
@@ -20,28 +21,36 @@ __device__ __forceinline__ uint32_t pack_out(const Arguments& args, float low, f
 }
 
 // first_row: of the warp, in the sequence. scale: of out. o: sums of 2^(score - row_max) * v; 0 in
-// rows that saw no key: out 0, lse -inf. staged: the warp's shared memory, of kOutAtoms atoms,
-// atom_stride bytes apart; copies may read it afterwards (wait_for_stores).
+// rows that saw no key: out 0, and lse -inf or the sink. sink: of the head, if it has one. staged:
+// the warp's shared memory, of kOutAtoms atoms, atom_stride bytes apart; copies may read it
+// afterwards (wait_for_stores).
 template <class Traits, class Tile, class Softmax>
 __device__ __forceinline__ void store_rows(const Arguments& args, const Tile& tile, int warpgroup,
                                            int first_row, const float (&o)[Traits::kOutRegisters],
-                                           const Softmax& softmax, float scale, uint8_t* staged,
-                                           int atom_stride) {
+                                           const Softmax& softmax, float scale, float sink,
+                                           uint8_t* staged, int atom_stride) {
   const int lane = threadIdx.x % 32;
-  float inverse[2];
+  float inverse[2], share[2] = {1.f, 1.f};  // share: of the row's keys, beside its sink
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = softmax.row_sum(r);
+    RowStats stats{sum == 0.f ? -INFINITY : softmax.row_max_log2(r), sum};
     inverse[r] = (sum == 0.f ? 0.f : 1.f / sum) * scale;
+    if (args.sinks.any()) {
+      constexpr float kLog2e = 1.44269504088896f;
+      const float rescale = add_sink(stats, sink * kLog2e);
+      share[r] = stats.sum == 0.f ? 1.f : sum * rescale / stats.sum;
+    }
     const int row = first_row + thread_row(lane) + kRowStride * r;
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
       constexpr float kLn2 = 0.693147180559945f;
       args.lse[tile.batch_coord * args.lse_batch + (tile.row_offset + row) * args.lse_seq +
                tile.head_of(warpgroup) * args.lse_head] =
-          sum == 0.f ? -INFINITY : (softmax.row_max_log2(r) + __log2f(sum)) * kLn2;
+          stats.sum == 0.f ? -INFINITY : (stats.max + __log2f(stats.sum)) * kLn2;
     }
   }
   correct_single_keys<Traits>(args, tile, first_row, scale, inverse);
+  inverse[0] *= share[0], inverse[1] *= share[1];
   // num_rows is marked uniform over the warp, or the main loop would lose its uniform registers.
   const RowTarget target{.tensor_map = &args.out_map,
                          .row = tile.row_offset + first_row,
@@ -77,7 +86,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const Tile& ti
   }
 }
 
-// Stores a warp's rows that see no key: out 0 and lse -inf.
+// Stores a warp's rows that see no key: out 0, and lse -inf or the sink.
 template <class Tile>
 __device__ __forceinline__ void store_nothing(const Arguments& args, const Tile& tile,
                                               int warpgroup, int first_row) {
@@ -91,7 +100,8 @@ __device__ __forceinline__ void store_nothing(const Arguments& args, const Tile&
   }
   if (args.lse == nullptr || threadIdx.x % 2 != 0) return;
   args.lse[tile.batch_coord * args.lse_batch + token * args.lse_seq +
-           tile.head_of(warpgroup) * args.lse_head] = -INFINITY;
+           tile.head_of(warpgroup) * args.lse_head] =
+      args.sinks.any() ? args.sinks.at(tile.head_of(warpgroup)) : -INFINITY;
 }
 
 }  // namespace flashattn3::forward

@@ -48,6 +48,9 @@ class Consumer : Mainloop {
         warpgroup_fence_operand(s);
       }
       this->attend(s, o, p, softmax, work);
+      // Loaded here, during the last PV GEMM.
+      const int head = this->tile().head_of(warpgroup_);
+      const float sink = args_.sinks.any() ? args_.sinks.at(head) : 0.f;
       if constexpr (!Traits::kOutOverQ) release_q();
       q_.advance();
       Work next{};
@@ -62,12 +65,12 @@ class Consumer : Mainloop {
         this->begin_tile(storage_.tile[tile_.next().index()]);
         this->start_first_qk(s, next, kv_.next());
         warpgroup_wait<1>();
-        store_tile(o, softmax);
+        store_tile(o, softmax, sink);
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
       } else {
         warpgroup_wait<0>();
-        store_tile(o, softmax);
+        store_tile(o, softmax, sink);
       }
       skip_n_blocks(work.below);
       work = next;
@@ -126,7 +129,7 @@ class Consumer : Mainloop {
   }
 
   // Stores the tile. O is complete; q_ is at the next tile's Q.
-  __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax) {
+  __device__ __forceinline__ void store_tile(Out& o, Softmax& softmax, float sink) {
     warpgroup_fence_operand(o);
     this->finish(o, softmax);
     this->release_v(kv_);
@@ -144,7 +147,7 @@ class Consumer : Mainloop {
     }
     constexpr int kAtomStride = (Traits::kOutOverQ ? Traits::kBlockM : kRowsOfWarp) * 128;
     store_rows<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row(), o, softmax,
-                       this->out_scale(), rows, kAtomStride);
+                       this->out_scale(), sink, rows, kAtomStride);
     release_tile();
   }
 };

@@ -78,12 +78,16 @@ class Producer {
     WorkTile tile;
     int q_row, kv_row, kv_head, kv_batch_coord;
     int kv_offset;  // of the sequence in k and v
+    int rotation;   // of the list of blocks
 
     // Row of K and V, or first key, of the i-th block that is loaded.
     __device__ __forceinline__ int first_key(int i) const {
-      return tile.n_blocks.block(tile.n_blocks.end - 1 - i) * Traits::kBlockN;
+      const int last = tile.n_blocks.end - 1;
+      return rotated(tile.n_blocks.block(last - i), rotation, last + 1) * Traits::kBlockN;
     }
-    __device__ __forceinline__ int kv_row_of(int i) const { return kv_row - i * Traits::kBlockN; }
+    __device__ __forceinline__ int kv_row_of(int i) const {
+      return rotation == 0 ? kv_row - i * Traits::kBlockN : kv_offset + first_key(i);
+    }
   };
 
   __device__ __forceinline__ Load describe(int index) const {
@@ -116,6 +120,7 @@ class Producer {
     load.kv_batch_coord = args_.seqlens_k.cu_seqlens != nullptr ? 0 : batch_idx;
     load.kv_offset = keys.offset;
     load.tile.batch_idx = batch_idx;
+    load.rotation = rotation_of<kConfig>(args_, load.tile);
     return load;
   }
 

@@ -2,10 +2,11 @@
 // BlockWalk. Phases of a block:
 //   load      wait_for_k(), wait_for_v(): load.cuh has filled the stage
 //   QK^T      gemm_qk() starts S
-//   softmax   Variant::transform(), the bias if there is one, then exponents relative to row_max
-//   and their sums (softmax.cuh) mask      mask() of the exponents, unless the block is full PV
-//   gemm_pv() starts O += P V epilogue  store_rows() stores O over the row sums, and lse
-//   (epilogue.cuh)
+//   softmax   Variant::transform(), the bias of a config that has one, then exponents relative to
+//             row_max, with the slopes of a config that has them (alibi.cuh), and their sums
+//   mask      mask() of the exponents, unless the block is full
+//   PV        gemm_pv() starts O += P V
+//   epilogue  store_rows() stores O over the row sums, and lse (epilogue.cuh)
 // kernel.cuh calls start_first_qk(), attend() and the epilogue of each work tile. Step j, with two
 // GEMMs in flight: QK^T of j, PV of j - 1, wait for S, softmax and mask, which overlap the PV GEMM,
 // release K (until then S may have to be recomputed), wait for O, release V of j - 1, pack P. The
@@ -13,6 +14,9 @@
 // tensor cores run GEMMs of the others (as in FlashAttention-3's ping-pong).
 #pragma once
 
+#include <type_traits>
+
+#include "attention/alibi.cuh"
 #include "attention/softmax.cuh"
 #include "attention/variant.cuh"
 #include "forward/consumer_pipeline.cuh"
@@ -28,12 +32,20 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
   using typename Base::Tile, typename Base::Work;
 
   using Scores = float[kBlockN / 2];
-  using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked>;
+  static constexpr bool kHasSlopes = has_slopes(Traits::kConfig.term);
+  static constexpr bool kLooks = Traits::kConfig.term == ScoreTerm::kLargest;
+  using Largest = std::conditional_t<kLooks, LargestScore, NoScore>;
+  using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked, Largest>;
 
   using Base::Base;
 
-  // Called before the first QK GEMM of a work tile.
-  __device__ __forceinline__ void begin_tile(const Tile&) {}
+  // Called before the first QK GEMM of a work tile, for what it reads from device memory.
+  __device__ __forceinline__ void begin_tile(const Tile& tile) {
+    if constexpr (kHasSlopes) {
+      const int head = tile.head_of(this->warpgroup_);
+      term_.set_slope(args_.slopes.any() ? args_.slopes.at(tile.batch_idx, head) : 0.f);
+    }
+  }
 
   // Load and QK^T of the first block. at: stage of the work tile's first K.
   __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
@@ -53,14 +65,20 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     const UniformScale scale = exponent_scale();
+    if constexpr (kHasSlopes) {
+      const Tile& tile = this->tile();
+      term_.set_rows(uniform(this->warp_first_row() + tile.num_keys - tile.num_rows));
+      at.rotation = uniform(rotation_of<kConfig>(args_, tile));
+    }
     if constexpr (!Traits::kBias) this->release_k(kv_);
     int highest[2];
     float unused[2];
-    exponents(s, softmax, scale, kv_, highest);
+    exponents(s, softmax, term_.exact(scale, this->first_key(at)), kv_, highest);
     if constexpr (Traits::kBias) this->release_k(kv_);  // the tile of the bias is released with it
     this->mask(s, at);
     softmax.rescale(s, unused);
     softmax.exponentiate(s);
+    take_largest(s, softmax);
     pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Traits::kOutOverQ) this->release_staged_q();
 
@@ -128,11 +146,35 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
   }
 
   // Converts scores to exponents relative to row_max.
-  __device__ __forceinline__ void exponents(Scores& s, const Softmax& softmax, UniformScale scale,
+  template <class Scale>
+  __device__ __forceinline__ void exponents(Scores& s, const Softmax& softmax, const Scale& scale,
                                             PipelineState<kStages> kv, int (&highest)[2]) const {
     args_.variant.transform(s);
     add_term(s, kv);
     softmax.subtract_row_max(s, scale, highest);
+  }
+
+  // OnlineSoftmax::exponentiate_at_once, for a block that no row of the warp has its position in.
+  __device__ __forceinline__ auto exponentiate_at_once(Scores& s, Softmax& softmax,
+                                                       UniformScale scale,
+                                                       const BlockWalk& at) const {
+    if constexpr (kHasSlopes) {
+      if (term_.any()) {
+        return softmax.exponentiate_at_once(s, term_.linear(scale, this->first_key(at)));
+      }
+    }
+    return softmax.exponentiate_at_once(s, scale);
+  }
+
+  // Takes the block's largest score from its probabilities.
+  __device__ __forceinline__ void take_largest(const Scores& p, Softmax& softmax) const {
+    if constexpr (kLooks) {
+      const Tile& tile = this->tile();
+      float* const of_head =
+          args_.max_logit == nullptr ? nullptr : args_.max_logit + tile.head_of(this->warpgroup_);
+      softmax.largest.take(p, softmax.row_max, of_head, tile.num_rows - this->warp_first_row(),
+                           Softmax::kLargestSum / 2);
+    }
   }
 
   // Converts scores to probabilities and releases K. Returns whether the warp must rescale O.
@@ -142,10 +184,13 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     Change change{false};
     bool exact = args_.variant.transforms();
     if constexpr (Traits::kMasked) exact = exact || !at.is_full() || softmax.warp_has_unseen();
+    exact = exact || term_.is_crossed(this->first_key(at));
     if constexpr (Traits::kBias) {
       if (!exact) add_term(s, kv);
     }
-    if (exact || softmax.exponentiate_at_once(s, scale)) {
+    typename Softmax::Outcome outcome{.above = true};
+    if (!exact) outcome = exponentiate_at_once(s, softmax, scale, at);
+    if (exact || outcome.overflow) {
       warpgroup_fence_operand(s);
       if (!exact) {  // exponentiate_at_once has overwritten S
         recompute_scores<kElement, Traits::kBlockM, kBlockN, kHeadDim>(
@@ -156,7 +201,9 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
       // the sums of the next block would overflow again.
       change = exact_softmax(s, softmax, factor, scale, kv, at, !exact);
       softmax.exponentiate(s);
+      outcome.above = true;
     }
+    if (Softmax::kTracks && outcome.above) take_largest(s, softmax);
     this->release_k(kv);
     return change;
   }
@@ -166,7 +213,7 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
                                                   UniformScale scale, PipelineState<kStages> kv,
                                                   const BlockWalk& at, bool sum_overflow) {
     int highest[2];
-    exponents(s, softmax, scale, kv, highest);
+    exponents(s, softmax, term_.exact(scale, this->first_key(at)), kv, highest);
     const bool rescales =
         softmax.needs_rescale(highest, Softmax::kRescaleThreshold) || sum_overflow;
     if constexpr (Traits::kMasked) this->mask(s, at);
@@ -178,6 +225,8 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     }
     return change;
   }
+
+  std::conditional_t<kHasSlopes, Alibi<kBlockN>, NoTerm> term_;
 };
 
 }  // namespace flashattn3::forward

@@ -37,6 +37,9 @@ backward::Workspace make_workspace(const BackwardSizes& sizes, const BackwardPar
   workspace.tile_semaphore = reinterpret_cast<int32_t*>(workspace.minus_delta + sizes.rows);
   workspace.tiles_done = workspace.tile_semaphore + 1;
   workspace.dq_semaphore = workspace.tiles_done + sizes.num_heads_done + sizes.num_partial_sums;
+  workspace.sink_gradients =
+      reinterpret_cast<float*>(workspace.dq_semaphore + int64_t{sizes.num_m_blocks()} *
+                                                            backward::num_dq_semaphores(kConfig));
   workspace.num_rows = sizes.rows_of_head;
   return workspace;
 }
@@ -138,6 +141,9 @@ auto make_backward_arguments(const BackwardSizes& sizes, const BackwardParams& p
   args.partial_sums = {reinterpret_cast<float4*>(static_cast<uint8_t*>(params.workspace) +
                                                  sizes.bytes_before_partial_sums),
                        args.workspace.tiles_done + sizes.num_heads_done, sizes.tiles_of_sequence};
+  args.slopes = {forward.alibi_slopes, forward.alibi_batch};
+  args.dsinks = params.dsinks;
+  args.sink_type = forward.sink_type;
   if constexpr (backward::has_bias(kConfig)) set_bias_arguments<kConfig>(args, sizes, params);
   return args;
 }
@@ -173,7 +179,8 @@ backward::PreprocessArguments make_preprocess_arguments(const BackwardSizes& siz
           .dq_accum_columns = backward::uses_cluster2(kConfig) && !zeroes_dq<kConfig>(forward)
                                   ? kConfig.head_dim
                                   : 0,
-          .log2_unit = backward::log2_unit_of_probabilities(kConfig)};
+          .log2_unit = backward::log2_unit_of_probabilities(kConfig),
+          .sinks = {forward.sinks, forward.sink_type}};
 }
 
 template <backward::Config kConfig>
@@ -206,7 +213,9 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
     clear_bias_gradient(params, stream);
   }
   if (forward.varlen) launch_varlen_backward(params, backward::block_n(kConfig), stream);
-  launch_kernel(name, " preprocess", backward::preprocess_kernel<kConfig.dtype>,
+  constexpr auto kPreprocess = &backward::preprocess_kernel<kConfig.dtype, false>;
+  constexpr auto kWithSinks = &backward::preprocess_kernel<kConfig.dtype, true>;
+  launch_kernel(name, " preprocess", params.dsinks == nullptr ? kPreprocess : kWithSinks,
                 {sizes.num_m_blocks(), backward::kPreprocessThreads}, stream, forward.pdl,
                 make_preprocess_arguments<kConfig>(sizes, params));
   constexpr auto kKernel = backward_kernel<kConfig>();

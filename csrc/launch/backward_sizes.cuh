@@ -136,7 +136,7 @@ BackwardSizes backward_sizes(const char* name, const AttentionProblem& problem) 
       tiles * backward::warps_of_tile(kConfig) * (sizes.num_part_heads - problem.num_heads_kv);
   const int64_t semaphores = sizes.rows / backward::kBlockM * backward::num_dq_semaphores(kConfig);
   const int64_t words = sizes.rows * (kConfig.head_dim + 2) + 1 + sizes.num_heads_done +
-                        sizes.num_partial_sums + semaphores;
+                        sizes.num_partial_sums + semaphores + sizes.num_m_blocks();
   sizes.bytes_before_partial_sums = round_up<int64_t>(words * 4, 16);
   sizes.workspace_bytes = sizes.bytes_before_partial_sums +
                           sizes.num_partial_sums * backward::reduced_floats(kConfig) * 32 * 4;

@@ -64,6 +64,15 @@ void check_problem(const char* name, const AttentionProblem& problem) {
   expect(problem.window_right < 0, "launch", "window_right", wanted, problem.window_right);
 }
 
+// Throws for slopes, or a wish for the largest score, that the kernel does not read.
+template <auto kConfig>
+void expect_scores_of(const char* name, const ForwardParams& params) {
+  const std::string none = "none for " + std::string(name);
+  const bool slopes = params.alibi_slopes != nullptr, largest = params.max_logit != nullptr;
+  expect(!slopes || has_slopes(kConfig.term), "launch", "alibi_slopes", none, "some");
+  expect(!largest || kConfig.term == ScoreTerm::kLargest, "launch", "max_logit", none, "one");
+}
+
 template <forward::Config kConfig>
 LaunchSize forward_size(const char* name, const AttentionProblem& problem) {
   check_problem<kConfig>(name, problem);
@@ -125,6 +134,9 @@ void set_query_arguments(forward::Arguments& args, const ForwardParams& params) 
   args.qhead_per_kvhead = params.num_heads_q / params.num_heads_kv;
   args.head_dim_v = params.head_dim_v;
   args.variant.window = window_of(params);
+  args.sinks = {params.sinks, params.sink_type};
+  args.slopes = {params.alibi_slopes, params.alibi_batch};
+  args.max_logit = params.max_logit;
 }
 
 // Sets what a bias adds: its map, scores in its units, and the order of work tiles.
@@ -172,6 +184,7 @@ template <forward::Config kConfig>
 void launch_forward(const char* name, const ForwardParams& params, cudaStream_t stream) {
   if (params.num_heads_q <= 0 || (params.varlen && params.total_q <= 0)) return;
   check_problem<kConfig>(name, params);
+  expect_scores_of<kConfig>(name, params);
   if (params.varlen) launch_varlen_forward(params, forward_tile_shape<kConfig>(params), stream);
   if (params.batch <= 0 || params.seqlen_q <= 0) return;
   const auto args = make_forward_arguments<kConfig>(params);

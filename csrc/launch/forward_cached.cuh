@@ -36,6 +36,7 @@ inline ForwardParams forward_params_of(const DecodeParams& params) {
   forward.q = params.q;
   forward.out = params.out;
   forward.lse = params.lse;
+  forward.sinks = params.sinks;
   forward.q_stride = params.q_stride;
   forward.out_stride = params.out_stride;
   forward.lse_stride = params.lse_stride;
@@ -73,7 +74,6 @@ void check_cached_forward(const char* name, const DecodeParams& params) {
       params.q_descale != nullptr || params.k_descale != nullptr || params.v_descale != nullptr;
   const std::string none = std::string("none for ") + name;
   expect(!scaled, "launch", "descales", none, "some");
-  expect(params.sinks == nullptr, "launch", "sinks", none, "some");
 }
 
 // Returns the size of a launch at any lengths.

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "attention/score_term.h"
+
 namespace flashattn3 {
 
 // The numbers of one attention call: FIELD(type, name) for each, in the order of the operators
@@ -141,6 +143,16 @@ struct ForwardParams : AttentionProblem {
   QuantizedParams quantized;  // read by 8-bit kernel configs
   BiasParams bias;            // read by kernel configs with a bias
 
+  const void* sinks = nullptr;  // (num_heads_q), a logit without a value for each; null: none
+  SinkType sink_type = SinkType::kFloat32;
+  // ALiBi: (batch, num_heads_q), alibi_batch elements apart, 0 if all sequences have the same.
+  // Null: none. Only of kernel configs with slopes.
+  const float* alibi_slopes = nullptr;
+  int64_t alibi_batch = 0;
+  // (num_heads_q), initially -inf: becomes the largest score that a row sees, after the softcap and
+  // with its term. Null: not written. Only of configs that look for it.
+  float* max_logit = nullptr;
+
   // Two int32, zero before the first launch that uses them; every launch resets them to zero.
   // Launches that may run concurrently must not share them (use one per device and stream). Null:
   // static tile schedule, which balances uneven tiles less well.
@@ -172,6 +184,7 @@ struct BackwardParams {
   // more than two share the bias, else null.
   void* dbias = nullptr;
   void* ds = nullptr;
+  void* dsinks = nullptr;  // as forward.sinks, of its type; null: not written
 };
 
 // Sequences and heads that share each element of the bias.

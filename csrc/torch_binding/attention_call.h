@@ -55,6 +55,24 @@ Shape rows_shape(const AttentionProblem& problem, const Axes& axes, int64_t toke
 // (batch, num_heads_q, seqlen_q), or with varlen (num_heads_q, total_q): of lse.
 Shape lse_shape(const AttentionProblem& problem);
 
+// The tensors that change scores, where a call has one: FLASHATTN3_SCORES.
+//   sinks: (num_heads_q), float32 or 16 bits. alibi_slopes: float32, (num_heads_q) or (batch,
+//   num_heads_q). Dense along their heads.
+#define FLASHATTN3_SCORES "Tensor? sinks, Tensor? alibi_slopes"
+struct ScoreTensors {
+  std::optional<Tensor> sinks, alibi_slopes;
+
+  static ScoreTensors take(Arguments& arguments) {
+    return {.sinks = arguments.take<std::optional<Tensor>>(),
+            .alibi_slopes = arguments.take<std::optional<Tensor>>()};
+  }
+};
+
+// Checks them, and fills what ForwardParams has of them. device: of q.
+void check_scores(const char* function, const AttentionProblem& problem, const ScoreTensors& scores,
+                  int device);
+void set_scores(ForwardParams& params, const ScoreTensors& scores);
+
 // Checks q, k, the token positions and, if it has rows, v: all but their dtypes, which the plan
 // determined. v_is_permuted: v's shape is left to the caller.
 void check_tensors(const char* function, const AttentionProblem& problem,
@@ -90,6 +108,8 @@ int device_of(const char* function, const CallTensors& tensors);
 struct ForwardCall {
   CallTensors tensors;
   std::optional<Tensor> q_descale, k_descale, v_descale;
+  ScoreTensors scores;
+  std::optional<Tensor> max_logit;  // (num_heads_q), float32: -inf before the call
 };
 
 // out: head_dim_v columns rounded up to a multiple of 8 (16 bytes).
@@ -104,6 +124,8 @@ struct BackwardCall {
   std::optional<Tensor> dlse;
   Tensor out, lse;
   CallTensors tensors;
+  ScoreTensors scores;
+  std::optional<Tensor> dsinks;  // as the sinks; the call writes it
 };
 
 // In the axes of q, k and v, as new_rows allocates them.

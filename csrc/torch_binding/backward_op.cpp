@@ -94,6 +94,8 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
       .workspace = workspace ? workspace->data_ptr() : nullptr,
   };
   params.forward.v_stride = row_strides(call.tensors.v, axes);
+  set_scores(params.forward, call.scores);
+  if (call.dsinks) params.dsinks = call.dsinks->data_ptr();
   if (problem.has_no_gradients() || (!varlen && call.tensors.shortened())) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) clear(*gradient, stream);
   }
@@ -108,6 +110,21 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   const auto [dq, dk, dv] =
       run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
   return_results(stack, std::tuple(dq, dk, dv));
+}
+
+// dsinks: None without sinks.
+void backward_with_scores(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr char kName[] = "backward_with_scores";
+  Arguments arguments(stack);
+  const Tensor launch = arguments.take<Tensor>();
+  BackwardCall call = take_call(arguments);
+  call.scores = ScoreTensors::take(arguments);
+  if (const auto& sinks = call.scores.sinks) {
+    call.dsinks = new_tensor<1>({sinks->numel()}, dtype_of(*sinks), sinks->get_device_index());
+  }
+  const auto [dq, dk, dv] =
+      run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
+  return_results(stack, std::tuple(dq, dk, dv, call.dsinks));
 }
 
 void backward_into(StableIValue* stack, uint64_t, uint64_t) {
@@ -133,6 +150,7 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
   const AttentionProblem& problem = launch.problem;
   check_call(function, problem, call);
   const int device = device_of(function, call.tensors);
+  check_scores(function, problem, call.scores, device);
   const DeviceGuard guard(device);
   const int32_t dtype = dtype_of(call.tensors.q);
   const auto gradient_of = [&](int64_t tokens, int64_t heads, int64_t columns) {
@@ -151,17 +169,21 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
   "Tensor launch, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " FLASHATTN3_SCHEMA
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("backward(" FA3_CALL ") -> (Tensor dq, Tensor dk, Tensor dv)");
+  library.def("backward_with_scores(" FA3_CALL ", " FLASHATTN3_SCORES
+              ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks)");
   library.def("backward_into(" FA3_CALL ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("backward", backward);
+  library.impl("backward_with_scores", backward_with_scores);
   library.impl("backward_into", backward_into);
 }
 
 // Tensors on the CPU get an error that names them.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("backward", backward);
+  library.impl("backward_with_scores", backward_with_scores);
   library.impl("backward_into", backward_into);
 }
 

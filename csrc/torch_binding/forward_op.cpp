@@ -132,6 +132,38 @@ void check_results(const char* function, const AttentionProblem& problem, const 
   expect(lse.is_contiguous(), function, "lse", "contiguous", "another layout");
 }
 
+void check_scores(const char* function, const AttentionProblem& problem, const ScoreTensors& scores,
+                  int device) {
+  const int64_t heads = problem.num_heads_q, batch = problem.batch;
+  if (const auto& sinks = scores.sinks) {
+    expect_shape(function, "sinks", *sinks, {1, {heads}});
+    expect_on_gpu(function, "sinks.device", *sinks, device, "the GPU of q");
+    expect(heads == 1 || sinks->stride(0) == 1, function, "sinks.stride(-1)", 1, sinks->stride(0));
+  }
+  if (const auto& slopes = scores.alibi_slopes) {
+    const bool of_batch = slopes->dim() == 2;
+    expect_shape(function, "alibi_slopes", *slopes,
+                 of_batch ? Shape{2, {batch, heads}} : Shape{1, {heads}});
+    expect_on_gpu(function, "alibi_slopes.device", *slopes, device, "the GPU of q");
+    const int64_t stride = slopes->stride(of_batch);
+    expect(heads == 1 || stride == 1, function, "alibi_slopes.stride(-1)", 1, stride);
+  }
+}
+
+void set_scores(ForwardParams& params, const ScoreTensors& scores) {
+  if (const auto& sinks = scores.sinks) {
+    const int32_t dtype = dtype_of(*sinks);
+    params.sinks = sinks->data_ptr();
+    params.sink_type = dtype == aoti_torch_dtype_float16()    ? SinkType::kFloat16
+                       : dtype == aoti_torch_dtype_bfloat16() ? SinkType::kBFloat16
+                                                              : SinkType::kFloat32;
+  }
+  if (const auto& slopes = scores.alibi_slopes) {
+    params.alibi_slopes = static_cast<const float*>(slopes->data_ptr());
+    params.alibi_batch = slopes->dim() == 2 ? slopes->stride(0) : 0;
+  }
+}
+
 Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
                 int64_t columns, int32_t dtype, int device) {
   const int64_t whole = (columns + 7) / 8 * 8, row = heads * whole;
@@ -253,6 +285,8 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
   const cudaStream_t stream = current_stream(device);
   const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
   ForwardParams params = make_params(problem, call.tensors, out, lse, schedule);
+  set_scores(params, call.scores);
+  if (call.max_logit) params.max_logit = static_cast<float*>(call.max_logit->data_ptr());
   const StreamCounters counters(device, stream);
   params.tile_counter = counters.get() == nullptr ? nullptr : counters.get()->tile;
   std::optional<Tensor> promoted;
@@ -270,6 +304,17 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor launch = arguments.take<Tensor>();
   const ForwardCall call = take_call(arguments);
+  const auto [out, lse] = run_forward(kName, attention_launch(kName, Pass::kForward, launch), call);
+  return_results(stack, std::tuple(out, lse));
+}
+
+void forward_with_scores(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr char kName[] = "forward_with_scores";
+  Arguments arguments(stack);
+  const Tensor launch = arguments.take<Tensor>();
+  ForwardCall call = take_call(arguments);
+  call.scores = ScoreTensors::take(arguments);
+  call.max_logit = arguments.take<std::optional<Tensor>>();
   const auto [out, lse] = run_forward(kName, attention_launch(kName, Pass::kForward, launch), call);
   return_results(stack, std::tuple(out, lse));
 }
@@ -298,6 +343,11 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
   const ForwardKernel& kernel = forward_kernel(launch.config);
   check_call(function, problem, kernel.info, call);
   const int device = device_of(function, call.tensors);
+  check_scores(function, problem, call.scores, device);
+  if (call.max_logit) {
+    expect_shape(function, "max_logit", *call.max_logit, {1, {problem.num_heads_q}});
+    expect_on_gpu(function, "max_logit.device", *call.max_logit, device, "the GPU of q");
+  }
   const DeviceGuard guard(device);
   const int32_t dtype = !is_quantized(kernel.info.dtype) ? dtype_of(call.tensors.q)
                         : problem.out_is_fp16            ? aoti_torch_dtype_float16()
@@ -316,17 +366,21 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
   "Tensor launch, " FLASHATTN3_SCHEMA ", Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward(" FA3_CALL ") -> (Tensor out, Tensor lse)");
+  library.def("forward_with_scores(" FA3_CALL ", " FLASHATTN3_SCORES
+              ", Tensor(a!)? max_logit) -> (Tensor out, Tensor lse)");
   library.def("forward_into(" FA3_CALL ", Tensor(a!) out, Tensor(b!) lse) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("forward", forward);
+  library.impl("forward_with_scores", forward_with_scores);
   library.impl("forward_into", forward_into);
 }
 
 // Tensors on the CPU get an error that names them.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("forward", forward);
+  library.impl("forward_with_scores", forward_with_scores);
   library.impl("forward_into", forward_into);
 }
 

@@ -132,6 +132,24 @@ many tiles, gqa, window | batch 4, q 150, k 150, heads 100 50, d 64, window 70 1
 many sequences | q 160, k 160, heads 4 2, d 64, causal
 long causal | q 1500, k 1500, heads 2, causal
 long d64 | q 1100, k 2000, heads 2, d 64
+# Sinks and slopes: of the heads, in inputs.h.
+sinks | batch 2, q 300, k 333, heads 14 7, sinks, dlse
+sinks, causal, empty rows | batch 2, q 200, k 129, heads 7 7, causal, sinks, dlse
+sinks, fp16, d64, window | fp16, q 300, k 300, heads 7 7, d 64, window 100 0, sinks
+sinks, d192 | fp16, q 130, k 200, heads 7 7, d 192, sinks
+sinks, varlen | batch 4, q 300, k 310, heads 7 7, d 64, causal, sinks, cu_q 0 5 305 305 400,
+    cu_k 0 17 117 200 510, total 400 510
+slopes | batch 2, q 200, k 333, heads 6 3, slopes
+slopes, causal | batch 2, q 333, k 333, heads 6 2, causal, slopes
+slopes, more queries | q 400, k 200, heads 6 6, slopes, dlse
+slopes, d64 | batch 2, q 320, k 320, heads 6 6, d 64, slopes
+slopes, d64, causal, fp16 | fp16, q 333, k 333, heads 6 3, d 64, causal, slopes
+slopes, d64, window, sinks | q 300, k 400, heads 6 6, d 64, window 130 70, slopes, sinks
+slopes, d64, softcap | q 200, k 300, heads 6 6, d 64, softcap 5, slopes
+slopes, d256, softcap | q 150, k 200, heads 6 6, d 256, softcap 15, slopes
+slopes, d256, fp16, causal | fp16, q 200, k 333, heads 6 2, d 256, causal, slopes
+slopes, varlen | batch 4, q 300, k 310, heads 6 6, d 64, slopes, cu_q 0 5 305 305 400,
+    cu_k 0 17 117 200 510, total 400 510
 )";
 
 inline std::vector<Case> backward_cases() {

@@ -107,6 +107,7 @@ struct DeviceProblem {
   BackwardProblem& p;
   RowFloats lse, dlse;
   int *cu_q, *cu_k, *used_q, *used_k, *varlen_schedule;
+  float *sinks, *slopes, *dsinks;
 
   explicit DeviceProblem(BackwardProblem& p)
       : p(p), lse(p, p.lse, false), dlse(p, p.dlse, p.c.other_strides) {
@@ -118,9 +119,12 @@ struct DeviceProblem {
     const int64_t schedule_words =
         c.cu_q.empty() ? 0 : flashattn3::varlen_schedule_bytes(c.batch) / 4;
     varlen_schedule = device_copy(std::vector<int>(schedule_words, -1));
+    sinks = device_copy(p.sinks), slopes = device_copy(p.slopes);
+    dsinks = device_copy(std::vector<float>(p.sinks.size(), NAN));
     check(cudaGetLastError());
   }
   ~DeviceProblem() {
+    for (float* each : {sinks, slopes, dsinks}) cudaFree(each);
     for (int* table : {cu_q, cu_k, used_q, used_k, varlen_schedule}) cudaFree(table);
   }
   DeviceProblem(const DeviceProblem&) = delete;
@@ -133,11 +137,30 @@ struct DeviceProblem {
     for (Tensor* t : {&p.dq, &p.dk, &p.dv, &p.dbias}) t->download();
   }
 
+  // Their gradient has the same bits in every run. Returns an error message, or "".
+  std::string check_sinks(const std::string& prefix) {
+    std::vector<float> found(p.sinks.size());
+    check(cudaMemcpy(found.data(), dsinks, found.size() * 4, cudaMemcpyDeviceToHost));
+    if (first_dsinks.empty()) first_dsinks = found;
+    for (size_t h = 0; h < found.size(); ++h) {
+      const double wanted = p.reference.dsinks[h];
+      const bool near = std::fabs(found[h] - wanted) <= p.reference.dsinks_bound[h];
+      if (near && found[h] == first_dsinks[h]) continue;
+      return prefix + "the sink of head " + std::to_string(h) + " has gradient " +
+             std::to_string(found[h]) + ", wanted " + std::to_string(wanted) + ", first " +
+             std::to_string(first_dsinks[h]);
+    }
+    return "";
+  }
+  std::vector<float> first_dsinks;
+
   BackwardParams params(int num_sms) {
     BackwardParams params = make_params(
         p, {lse.device, dlse.device, lse.stride, dlse.stride, cu_q, cu_k, used_q, used_k},
         [](Tensor& tensor) { return tensor.data(); });
     params.forward.varlen_schedule = varlen_schedule;
+    params.forward.sinks = sinks, params.forward.alibi_slopes = slopes;
+    params.dsinks = dsinks;
     params.forward.num_sms = num_sms;
     return params;
   }
@@ -220,6 +243,7 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
     const std::string tile_semaphore =
         run.deterministic ? check_tile_semaphore(p, params, config, num_parts) : "";
     if (!tile_semaphore.empty()) outcome.add(prefix + tile_semaphore);
+    outcome.add(device.check_sinks(prefix));
     for (int i = 0; i < 4; ++i) {
       Gradient& g = *gradients[i];
       Tensor& tensor = p.tensor(g);
@@ -280,7 +304,7 @@ struct GridData {
   static constexpr int64_t kCount = 16384 * int64_t{2048};
   uint16_t* tensor[5];    // q, k, v, out, dout
   uint16_t* gradient[3];  // dq, dk, dv
-  float* lse;
+  float *lse, *of_heads, *dsinks;
   uint8_t* workspace = nullptr;
   int64_t workspace_bytes = 0;
 
@@ -295,6 +319,9 @@ struct GridData {
     }
     for (auto& pointer : gradient) check(cudaMalloc(&pointer, kCount * 2));
     check(cudaMalloc(&lse, 16384 * 32 * 4));
+    std::vector<float> slopes;  // of 32 heads: 2^(-1/4), 2^(-2/4), ..., 2^-8; sinks too
+    for (int h = 1; h <= 32; ++h) slopes.push_back(std::exp2(-0.25f * h));
+    of_heads = device_copy(slopes), dsinks = device_copy(slopes);
     check(cudaDeviceSynchronize());
   }
 
@@ -331,10 +358,10 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
     for (int config = 0; config < kNumCheckConfigs; ++config) {
       if (!options.wants(config)) continue;
       GridData& data = grids[kCheckConfigs[config].dtype == flashattn3::kFp16];
-      for (const bool deterministic : {false, true}) {
-        if (deterministic && !options.deterministic) continue;
-        const std::string name =
-            config_name(config) + (causal ? " causal" : "") + (deterministic ? " ordered" : "");
+      for (const bool sinks : {false, true}) {
+        const bool deterministic = options.deterministic;
+        const std::string name = config_name(config) + (causal ? " causal" : "") +
+                                 (deterministic ? " ordered" : "") + (sinks ? " sinks" : "");
         double rate[kLengths] = {}, spent[kLengths] = {};
         for (int length = 0; length < kLengths; ++length) {
           const int seqlen = 512 << length;
@@ -346,6 +373,10 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
           params.forward.num_sms = num_sms;
           params.forward.tile_counter = counter;
           params.forward.pdl = true;
+          if (sinks) params.forward.sinks = data.of_heads, params.dsinks = data.dsinks;
+          if (kCheckConfigs[config].term == flashattn3::ScoreTerm::kSlopes) {
+            params.forward.alibi_slopes = data.of_heads;
+          }
           const double columns = 3.0 * head_dim + 2.0 * params.forward.head_dim_v;
           const double flop =
               2.0 * 16384 * (2048 / head_dim) * columns * seqlen * (causal ? 0.5 : 1.0);
@@ -364,7 +395,7 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
           spent[length] = ms[kRounds / 2] * 1e3;
           rate[length] = flop / spent[length] * 1e-6;
         }
-        std::printf("%-28s", name.c_str());
+        std::printf("%-44s", name.c_str());
         for (const double x : rate) std::printf("%5.0f", x);
         std::printf("  |");
         for (const double x : spent) std::printf("%7.0f", x);

@@ -49,7 +49,11 @@ static Launches prepare(const BackwardParams& params) {
   const backward::PreprocessArguments before = make_preprocess_arguments<kConfig>(sizes, params);
   const int num_ctas = backward_num_ctas<kConfig>(params.forward, sizes.num_tiles);
   const bool cluster = backward::uses_cluster2(kConfig);
-  return {[before] { backward::preprocess_kernel<kConfig.dtype>(before); },
+  const bool sinks = params.dsinks != nullptr;
+  return {[before, sinks] {
+            if (sinks) return backward::preprocess_kernel<kConfig.dtype, true>(before);
+            backward::preprocess_kernel<kConfig.dtype, false>(before);
+          },
           [args] { backward_kernel<kConfig>()(args); },
           [args] { backward::postprocess_kernel<BackwardTraitsOf<kConfig>>(args); },
           [sums = make_reduce_bias_arguments(params)] {
@@ -107,6 +111,10 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   std::vector<int32_t> schedule(varlen_schedule_bytes(c.batch) / 4, -1);
   params.forward.varlen_schedule = schedule.data();
   params.forward.num_sms = turn.num_sms;
+  std::vector<float> dsinks(p.sinks.size(), NAN);
+  params.forward.sinks = p.sinks.empty() ? nullptr : p.sinks.data();
+  params.forward.alibi_slopes = p.slopes.empty() ? nullptr : p.slopes.data();
+  params.dsinks = dsinks.empty() ? nullptr : dsinks.data();
   params.forward.deterministic = turn.deterministic;
   constexpr int64_t kGuardBytes = 1024;
   const int64_t bytes = kFunctions[config].size("emulation", params.forward).workspace_bytes;
@@ -147,6 +155,10 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   if (std::any_of(workspace.begin(), workspace.begin() + kGuardBytes, touched) ||
       std::any_of(workspace.end() - kGuardBytes, workspace.end(), touched)) {
     return "written outside the workspace";
+  }
+  for (size_t h = 0; h < dsinks.size(); ++h) {
+    const double off = std::fabs(dsinks[h] - p.reference.dsinks[h]);
+    if (!(off <= p.reference.dsinks_bound[h])) return "wrong gradient of a sink";
   }
   return "";
 }

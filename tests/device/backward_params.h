@@ -42,6 +42,7 @@ flashattn3::BackwardParams make_params(BackwardProblem& p, const RowMemory& rows
   }
   f.softmax_scale = c.scale, f.softcap = c.softcap;
   f.window_left = c.left, f.window_right = c.right;
+  f.alibi_batch = c.heads_q;
   params.dout = address(p.dout), params.dlse = c.dlse ? rows.dlse : nullptr;
   params.dq = address(p.dq), params.dk = address(p.dk), params.dv = address(p.dv);
   params.dout_stride = p.dout.stride, params.dlse_stride = rows.dlse_stride;
@@ -53,8 +54,10 @@ flashattn3::BackwardParams make_params(BackwardProblem& p, const RowMemory& rows
 inline std::vector<int> configs_of(const Case& c) {
   using flashattn3::kCheckConfigs;
   const auto fits = [&](const flashattn3::backward::Config& config) {
-    return (config.dtype == flashattn3::kFp16) == c.fp16 && config.head_dim >= c.head_dim &&
-           config.head_dim_v >= c.head_dim_v && has_bias(config) == (c.bias_heads != 0);
+    const bool has_slopes = config.term == flashattn3::ScoreTerm::kSlopes;
+    return (config.dtype == flashattn3::kFp16) == c.fp16 && has_slopes == c.slopes &&
+           has_bias(config) == (c.bias_heads != 0) && config.head_dim >= c.head_dim &&
+           config.head_dim_v >= c.head_dim_v;
   };
   int head_dim = 1 << 30;
   for (const auto& config : kCheckConfigs) {

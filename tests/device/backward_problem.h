@@ -51,7 +51,8 @@ struct BackwardReference {
   Gradient dq, dk, dv, dbias;
   // (batch, heads_q, longest query sequence, longest key sequence).
   Grid p, ds;
-  std::vector<float> p_off, ds_off;  // systematic errors
+  std::vector<float> p_off, ds_off;          // systematic errors
+  std::vector<double> dsinks, dsinks_bound;  // of the query heads, if they have sinks
 
   explicit BackwardReference(const Inputs& inputs)
       : inputs(inputs),
@@ -111,8 +112,7 @@ struct BackwardReference {
     const double tanh = std::tanh(sum / c.softcap);
     return {c.softcap * tanh + term, 1 - tanh * tanh, tanh, magnitude};
   }
-
-  // A row that sees no key has out 0 and lse -inf.
+  // A row that sees no key has out 0, and lse -inf or its sink.
   void forward() {
     for_rows([&](int b, int h, int s) {
       int begin, end;
@@ -125,13 +125,15 @@ struct BackwardReference {
       }
       if (top == -INFINITY) end = begin;  // the bias hides all keys
       for (double& e : x) sum += e = std::exp(e - top);
+      const double of_keys = begin == end ? -INFINITY : top + std::log(sum);
+      const double log_sum = *lse.row(b, h, s) = inputs.with_sink(of_keys, h);
+      const double share = std::isinf(log_sum) ? 0 : std::exp(of_keys - log_sum);
       double* to = out.row(b, h, s);
       std::fill_n(to, c.head_dim_v, 0.0);
       for (int j = begin; j < end; ++j) {
         const double* values = v.row(b, kv_head(h), j);
-        for (int i = 0; i < c.head_dim_v; ++i) to[i] += x[j - begin] / sum * values[i];
+        for (int i = 0; i < c.head_dim_v; ++i) to[i] += x[j - begin] / sum * share * values[i];
       }
-      *lse.row(b, h, s) = begin == end ? -INFINITY : top + std::log(sum);
     });
   }
 
@@ -139,6 +141,7 @@ struct BackwardReference {
     for_rows([&](int b, int h, int s) { query_gradient(b, h, s); });
     for_keys([&](int b, int h, int s) { key_gradients(b, h, s); });
     bias_gradient();
+    for (int h = 0; !inputs.sinks.empty() && h < c.heads_q; ++h) sink_gradient(h);
   }
 
  private:
@@ -147,10 +150,32 @@ struct BackwardReference {
            1e-30;
   }
 
+  // The sum of the rows' probabilities of the sink times minus delta.
+  void sink_gradient(int h) {
+    double sum = 0, bound = 0;
+    for (int b = 0; b < c.batch; ++b) {
+      for (int s = 0; s < inputs.queries(b).length; ++s) {
+        double delta = -*dlse.row(b, h, s), magnitude = std::fabs(delta);
+        for (int i = 0; i < c.head_dim_v; ++i) {
+          const double term = dout.row(b, h, s)[i] * out.row(b, h, s)[i];
+          delta += term, magnitude += std::fabs(term);
+        }
+        const double log_sum = *lse.row(b, h, s);
+        if (std::isinf(log_sum)) continue;
+        const double prob = std::exp(inputs.sink(h) - log_sum);
+        const double exponent_off = kSingle * (std::fabs(log_sum) + 1);
+        sum -= prob * delta;
+        bound += prob * (kSingle * magnitude + std::fabs(delta) * std::expm1(exponent_off));
+      }
+    }
+    dsinks.push_back(sum), dsinks_bound.push_back(bound + 1e-30);
+  }
+
   void query_gradient(int b, int h, int s) {
     int begin, end;
     inputs.visible(b, s, begin, end);
-    if (begin >= end || *lse.row(b, h, s) == -INFINITY) return;  // dq and its bound are 0
+    // dq and its bound are 0 without a key, and with a sink of +inf.
+    if (begin >= end || std::isinf(*lse.row(b, h, s))) return;
     const double* gradient = dout.row(b, h, s);
     double delta = -*dlse.row(b, h, s), delta_magnitude = std::fabs(delta);
     for (int i = 0; i < c.head_dim_v; ++i) {

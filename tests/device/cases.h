@@ -22,6 +22,7 @@ struct Case {
   float scale = NAN;  // NaN: head_dim ^ -0.5
   Data data = Data::kNormal;
   int bias_batch = 0, bias_heads = 0;  // of a bias, each 1 or as many as q has; 0: none
+  bool sinks = false, slopes = false;  // of Inputs
   bool head_major = false;             // memory order (batch, heads, seq)
   int pitch_padding = 0;               // NaN elements after each head's columns
   std::vector<int> cu_q, cu_k;         // cumulative lengths, as given to the kernel
@@ -48,6 +49,7 @@ inline void set(Case& c, Field& field) {
       field.read("heads", c.heads_q, c.heads_kv) || field.read("d", c.head_dim, c.head_dim_v) ||
       field.read("softcap", c.softcap) || field.read("scale", c.scale) ||
       field.read("bias", c.bias_batch, c.bias_heads) || field.read("data", data) ||
+      field.read("sinks", c.sinks) || field.read("slopes", c.slopes) ||
       field.read("head_major", c.head_major) || field.read("padding", c.pitch_padding) ||
       field.read("cu_q", c.cu_q) || field.read("cu_k", c.cu_k) || field.read("used_q", c.used_q) ||
       field.read("used_k", c.used_k) || field.read("total", c.total_q, c.total_k) ||

@@ -84,6 +84,28 @@ long | q 1024, k 8192, heads 4 2
 long causal | q 4096, k 4096, heads 8 8, causal
 long causal d64 | q 4096, k 4096, heads 8 8, d 64, causal
 long causal d256 | q 4096, k 4096, heads 4 4, d 256, causal
+# Sinks and slopes: of the heads, in inputs.h.
+sinks | batch 2, q 300, k 333, heads 14 7, sinks
+sinks, causal, empty rows | batch 2, q 400, k 129, heads 7 7, causal, sinks
+sinks, fp16, d64, window | fp16, q 500, k 500, heads 7 7, d 64, window 100 0, sinks
+sinks, no keys | q 100, k 0, heads 7 7, sinks
+sinks, d256, large scores | q 256, k 512, heads 7 7, d 256, data large, sinks
+sinks, one key | q 1, k 1, heads 7 7, sinks
+sinks, one key, causal | q 70, k 70, heads 7 7, d 64, causal, sinks
+sinks, varlen | batch 4, q 300, k 310, heads 7 7, d 64, causal, sinks, cu_q 0 5 305 305 400,
+    cu_k 0 17 117 200 510, total 400 510
+slopes | batch 2, q 300, k 777, heads 6 3, slopes
+slopes, causal | batch 2, q 777, k 777, heads 6 2, causal, slopes
+slopes, more queries | q 700, k 300, heads 6 6, slopes
+slopes, d64 | batch 2, q 640, k 640, heads 6 6, d 64, slopes
+slopes, d64, causal, fp16 | fp16, q 777, k 777, heads 6 6, d 64, causal, slopes
+slopes, d64, window, sinks | q 500, k 600, heads 6 6, d 64, window 130 70, slopes, sinks
+slopes, d256, softcap | q 300, k 555, heads 6 6, d 256, softcap 15, slopes
+slopes, d96, fp16, large scores | fp16, q 256, k 512, heads 6 6, d 96, data large, slopes
+slopes, long | q 200, k 9000, heads 6 6, d 64, data grows_to_first, slopes
+slopes, long, causal | q 3000, k 3000, heads 6 6, causal, data grows_to_last, slopes
+slopes, varlen | batch 4, q 300, k 310, heads 6 6, d 64, slopes, cu_q 0 5 305 305 400,
+    cu_k 0 17 117 200 510, total 400 510
 )";
 
 inline std::vector<Case> forward_cases() { return with_defaults(read_cases<Case>(kForwardCases)); }

@@ -38,6 +38,12 @@ using flashattn3::kInt8;
 using flashattn3::kNumCheckConfigs;
 
 static std::string config_name(int i) { return kCheckConfigNames[i]; }
+static bool finds_largest(const flashattn3::forward::Config& config) {
+  return config.term == flashattn3::ScoreTerm::kLargest;
+}
+static bool has_slopes(const flashattn3::forward::Config& config) {
+  return flashattn3::has_slopes(config.term);
+}
 
 static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   const Case& c = p.c;
@@ -59,8 +65,29 @@ static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
   params.varlen_schedule = device_copy(std::vector<int>(schedule_words, -1));
   params.softmax_scale = c.scale, params.softcap = c.softcap;
   params.window_left = c.left, params.window_right = c.right;
+  params.sinks = device_copy(p.sinks);
+  params.alibi_slopes = device_copy(p.slopes), params.alibi_batch = c.heads_q;
   params.num_sms = num_sms;
   return params;
+}
+
+// Checks the largest score of each head and sets it back to -inf. Returns an error message, or "".
+static std::string check_largest(Problem& p, float* max_logit) {
+  const size_t bytes = p.c.heads_q * sizeof(float);
+  std::vector<float> found(p.c.heads_q);
+  check(cudaMemcpy(found.data(), max_logit, bytes, cudaMemcpyDeviceToHost));
+  const std::vector<float> none(p.c.heads_q, -INFINITY);
+  check(cudaMemcpy(max_logit, none.data(), bytes, cudaMemcpyHostToDevice));
+  if (p.largest.empty()) p.find_largest();
+  if (p.first_largest.empty()) p.first_largest = found;
+  for (int h = 0; h < p.c.heads_q; ++h) {
+    const double wanted = p.largest[h], bound = 4e-6 * std::fabs(wanted) + p.largest_error[h];
+    const bool near = found[h] == wanted || std::fabs(found[h] - wanted) <= bound;
+    if (near && found[h] == p.first_largest[h]) continue;
+    return "largest score of head " + std::to_string(h) + " is " + std::to_string(found[h]) +
+           ", wanted " + std::to_string(wanted) + ", first " + std::to_string(p.first_largest[h]);
+  }
+  return "";
 }
 
 // Runs three times, which must be bitwise equal: tiles from a counter, in fixed order, and in fixed
@@ -71,6 +98,8 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
   const size_t lse_bytes = p.lse.size() * 4;
   check(cudaMalloc(&lse, lse_bytes + 4));
   ForwardParams params = make_params(p, lse, num_sms);
+  const std::vector<float> no_scores(p.c.heads_q, -INFINITY);
+  if (finds_largest(kCheckConfigs[config])) params.max_logit = device_copy(no_scores);
   void* promoted = nullptr;
   if (quantized != nullptr) {
     const int64_t bytes =
@@ -100,6 +129,8 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
     check(cudaDeviceSynchronize());
     p.out.download();
     check(cudaMemcpy(p.lse.data(), lse, lse_bytes, cudaMemcpyDeviceToHost));
+    if (params.max_logit != nullptr) wrong = check_largest(p, params.max_logit);
+    if (!wrong.empty()) break;
     int counts[2];
     check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
     if (counts[0] != 0 || counts[1] != 0) wrong = "the tile counter was not put back";
@@ -113,7 +144,8 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
   for (const flashattn3::TokenPositions& positions : {params.positions_q, params.positions_k}) {
     cudaFree(const_cast<int*>(positions.cu_seqlens)), cudaFree(const_cast<int*>(positions.seqused));
   }
-  cudaFree(params.varlen_schedule);
+  cudaFree(params.varlen_schedule), cudaFree(params.max_logit);
+  cudaFree(const_cast<void*>(params.sinks)), cudaFree(const_cast<float*>(params.alibi_slopes));
   return wrong;
 }
 
@@ -172,7 +204,9 @@ static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
 // sufficient one of V. Returns false on failure.
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
   const auto fits = [&](const flashattn3::forward::Config& r) {
-    return r.dtype == type && !r.cached && r.head_dim >= c.head_dim && r.head_dim_v >= c.head_dim_v;
+    const bool takes = has_slopes(r) == c.slopes || finds_largest(r);
+    return r.dtype == type && !r.cached && takes && r.head_dim >= c.head_dim &&
+           r.head_dim_v >= c.head_dim_v;
   };
   int head_dim = 1 << 30;
   for (const flashattn3::forward::Config& r : kCheckConfigs) {
@@ -221,7 +255,7 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
 static bool run_case(const Case& c, int index, int num_sms, int* counter) {
   bool good = run_configs(c, index, c.fp16 ? kFp16 : kBf16, num_sms, counter);
   // TMA requires strides that are multiples of 16 bytes.
-  if (c.fp16 || c.head_dim % 16 != 0) return good;
+  if (c.fp16 || c.slopes || c.head_dim % 16 != 0) return good;
   for (const ElementType type : {kE4m3, kInt8}) {
     good = run_configs(c, index, type, num_sms, counter) && good;
   }
@@ -257,6 +291,11 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
   const std::vector<float> of_e4m3(32 * 16384 / kBlockTokens, 1 / kE4m3PerOne);
   const std::vector<float> of_int8(of_e4m3.size(), 1 / kInt8PerOne);
   float *e4m3_descale = device_copy(of_e4m3), *int8_descale = device_copy(of_int8);
+  std::vector<float> slopes;  // of 32 heads: 2^(-1/4), 2^(-2/4), ..., 2^-8; sinks too
+  for (int h = 1; h <= 32; ++h) slopes.push_back(std::exp2(-0.25f * h));
+  float* const of_heads = device_copy(slopes);
+  const std::vector<float> no_scores(32, -INFINITY);
+  float *const none = device_copy(no_scores), *const largest = device_copy(no_scores);
   void* promoted = nullptr;
   if (!fast) check(cudaMalloc(&promoted, num_sms * int64_t{49} * 384 * 16));
   check(cudaDeviceSynchronize());
@@ -264,11 +303,14 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
   for (int d : {64, 96, 128, 192, 256}) {
     for (bool causal : {false, true}) {
       std::vector<int> configs;
+      std::vector<bool> has_sinks;
       for (int config = 0; config < kNumCheckConfigs; ++config) {
         const flashattn3::forward::Config& r = kCheckConfigs[config];
-        if (r.head_dim != d || r.masked != causal || r.dtype == kFp16 || r.cached) continue;
-        if (part == nullptr || config_name(config).find(part) != std::string::npos)
-          configs.push_back(config);
+        const bool fits = has_slopes(r) || r.masked == causal;
+        if (r.head_dim != d || !fits || r.dtype == kFp16 || r.cached) continue;
+        if (part != nullptr && config_name(config).find(part) == std::string::npos) continue;
+        for (const bool sinks : {false, true})
+          configs.push_back(config), has_sinks.push_back(sinks);
       }
       std::vector<std::vector<double>> rates(configs.size(), std::vector<double>(kLengths));
       std::vector<std::vector<double>> spent = rates;
@@ -309,7 +351,19 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
                                          : type == kInt8 ? integers
                                          : dim_v < d     ? narrower
                                                          : params;
-            const auto launch = [&] { kLaunch[configs[i]](given, nullptr); };
+            ForwardParams with_scores = given;
+            if (has_sinks[i]) with_scores.sinks = of_heads;
+            const bool finds = finds_largest(kCheckConfigs[configs[i]]);
+            if (finds) {
+              with_scores.max_logit = largest;
+            } else if (has_slopes(kCheckConfigs[configs[i]])) {
+              with_scores.alibi_slopes = of_heads;
+            }
+            const auto launch = [&] {
+              constexpr size_t kBytes = 32 * sizeof(float);
+              if (finds) cudaMemcpyAsync(largest, none, kBytes, cudaMemcpyDeviceToDevice);
+              kLaunch[configs[i]](with_scores, nullptr);
+            };
             if (round == 0) time_launch(launch, 2);
             ms[i].push_back(time_launch(launch, repeats));
             alarm(0);
@@ -322,7 +376,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
         }
       }
       for (size_t i = 0; i < configs.size(); ++i) {
-        std::printf("%-48s", config_name(configs[i]).c_str());
+        std::printf("%-52s", (config_name(configs[i]) + (has_sinks[i] ? " sinks" : "")).c_str());
         for (double rate : rates[i]) std::printf("%5.0f", rate);
         std::printf("  |");
         for (double us : spent[i]) std::printf("%7.0f", us);

@@ -18,6 +18,36 @@ struct Problem : Inputs {
   // RMS error of each probability in a row sum. 0: the probabilities are summed in fp32.
   double lse_rounding = 0;
 
+  // Of each head, the largest score of all rows, and the error of the scores; see find_largest.
+  std::vector<double> largest, largest_error;
+  std::vector<float> first_largest;  // of a kernel
+
+  void find_largest() {
+    largest.assign(c.heads_q, -INFINITY), largest_error.assign(c.heads_q, 0);
+    in_parallel(c.heads_q, [&](int64_t h) {
+      const int kv = static_cast<int>(h) / (c.heads_q / c.heads_kv);
+      for (int b = 0; b < c.batch; ++b) {
+        const Rows rows = queries(b), cols = keys(b);
+        for (int s = 0; s < rows.length; ++s) {
+          int begin, end;
+          visible(b, s, begin, end);
+          const uint16_t* a = q.row(rows.batch_coord, rows.offset + s, h);
+          for (int j = begin; j < end; ++j) {
+            const uint16_t* x = k.row(cols.batch_coord, cols.offset + j, kv);
+            double sum = 0;
+            for (int i = 0; i < c.head_dim; ++i) {
+              sum += static_cast<double>(to_float(a[i], c.fp16)) * to_float(x[i], c.fp16);
+            }
+            sum *= c.scale;
+            largest_error[h] = std::max(largest_error[h], 1e-6 + score_error * std::fabs(sum));
+            if (c.softcap > 0) sum = c.softcap * std::tanh(sum / c.softcap);
+            largest[h] = std::max(largest[h], sum + term(b, h, s, j));
+          }
+        }
+      }
+    });
+  }
+
   explicit Problem(const Case& c)
       : Inputs(c),
         out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.head_major, c.pitch_padding),
@@ -52,23 +82,28 @@ inline void compute_fp64_reference(Problem& problem, Fp64Reference& truth) {
     x *= c.scale;
     largest = std::max(largest, std::fabs(x));
     if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
+    x += problem.term(truth.b, truth.h, truth.s, j);
+    largest = std::max(largest, std::fabs(x));
     p[j - begin] = x;
     top = std::max(top, x);
   }
   for (double& x : p) sum += x = std::exp(x - top);
+  const double of_keys = p.empty() ? -INFINITY : top + std::log(sum);
+  const double with_sink = problem.with_sink(of_keys, truth.h);
+  const double share = std::isinf(with_sink) ? 0 : std::exp(of_keys - with_sink);
   truth.out.assign(c.head_dim_v, 0.0);
   truth.out_bound.assign(c.head_dim_v, 0.0);
   for (int j = begin; j < end; ++j) {
     const uint16_t* v = problem.v.row(cols.batch_coord, cols.offset + j, kv);
     for (int i = 0; i < c.head_dim_v; ++i) {
-      const double pv = p[j - begin] / sum * to_float(v[i], c.fp16);
+      const double pv = p[j - begin] / sum * share * to_float(v[i], c.fp16);
       truth.out[i] += pv;
       truth.out_bound[i] += std::fabs(pv);
     }
   }
   for (double& x : truth.out_bound)
     x = x * (1.5 * problem.rounding + 2 * problem.score_error * largest) + 1e-6;
-  truth.lse = p.empty() ? -INFINITY : top + std::log(sum);
+  truth.lse = with_sink;
   double squares = 0;
   for (double x : p) squares += x * x;
   truth.lse_bound =

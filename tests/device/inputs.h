@@ -1,6 +1,8 @@
 // q, k and v of one case, on the host.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 #include <vector>
 
@@ -11,6 +13,10 @@ struct Inputs {
   const Case& c;
   Tensor q, k, v;
   Tensor bias;  // (batch, queries, heads, keys), head-major
+  // Of the heads, far below, near and far above the scores; none without c.sinks.
+  std::vector<float> sinks;
+  // Of ALiBi: (batch, heads), some of them negative or 0; none without c.slopes.
+  std::vector<float> slopes;
 
   explicit Inputs(const Case& c)
       : c(c),
@@ -20,6 +26,10 @@ struct Inputs {
           c.head_dim, c.head_major, c.pitch_padding),
         v(k.batch, k.seq, c.heads_kv, c.head_dim_v, c.head_major, c.pitch_padding),
         bias(c.bias_batch, c.seqlen_q, c.bias_heads, c.seqlen_k, true, 0) {
+    constexpr float kSinks[] = {1.5f, 9.f, -40.f, 60.f, -INFINITY, INFINITY, 0.f};
+    constexpr float kSlopes[] = {0.5f, 0.0625f, -0.03125f, 0.0078125f, 0.f, 1.f};
+    for (int h = 0; c.sinks && h < c.heads_q; ++h) sinks.push_back(kSinks[h % 7]);
+    for (int i = 0; c.slopes && i < c.batch * c.heads_q; ++i) slopes.push_back(kSlopes[i % 6]);
     std::mt19937 random(1234);
     std::normal_distribution<float> normal;
     std::vector<float> direction(c.head_dim);
@@ -80,6 +90,10 @@ struct Inputs {
   }
   // What is added to the score of a query and a key.
   double term(int b, int h, int s, int key) const {
+    if (!slopes.empty()) {
+      const int position = s + keys(b).length - queries(b).length;
+      return -slopes[b * c.heads_q + h] * std::fabs(static_cast<double>(position - key));
+    }
     if (bias.heads == 0) return 0;
     return to_float(bias.row(bias.batch == 1 ? 0 : b, s, bias.heads == 1 ? 0 : h)[key], c.fp16);
   }
@@ -91,6 +105,13 @@ struct Inputs {
     return (static_cast<int64_t>(rows.batch_coord) * c.heads_q + h) * q.seq + rows.offset + s;
   }
   size_t num_rows() const { return static_cast<size_t>(q.batch) * q.seq * c.heads_q; }
+  double sink(int h) const { return sinks.empty() ? -INFINITY : sinks[h]; }
+  // The logarithm of the sum of a row's exponentials and its sink's.
+  double with_sink(double lse, int h) const {
+    const double top = std::max(lse, sink(h));
+    if (std::isinf(top)) return top;
+    return top + std::log(std::exp(lse - top) + std::exp(sink(h) - top));
+  }
   // A query sees the keys from begin to end - 1.
   void visible(int b, int s, int& begin, int& end) const {
     const Rows rows = queries(b), cols = keys(b);

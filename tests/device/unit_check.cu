@@ -7,13 +7,16 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "unit/attention/alibi_test.cuh"
 #include "unit/attention/bias_test.cuh"
 #include "unit/attention/block_list_test.cuh"
 #include "unit/attention/block_scale_test.cuh"
 #include "unit/attention/cached_keys_test.cuh"
 #include "unit/attention/descale_test.cuh"
+#include "unit/attention/largest_score_test.cuh"
 #include "unit/attention/row_stats_test.cuh"
 #include "unit/attention/seqlen_test.cuh"
+#include "unit/attention/sinks_test.cuh"
 #include "unit/attention/softmax_e4m3_test.cuh"
 #include "unit/attention/softmax_test.cuh"
 #include "unit/attention/tile_scheduler_test.cuh"

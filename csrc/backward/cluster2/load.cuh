@@ -44,6 +44,9 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
     // Sync: every consumer warp has released the buffer.
     storage.q_empty[q.index()].wait(q.phase());
     Barrier& q_full = storage.q_full[q.index()];
+    if constexpr (kConfig.term == ScoreTerm::kSlopes) {
+      storage.slopes[q.index()] = args.slopes.at(tile.batch_idx, head);
+    }
     q_full.arrive_and_expect(kBytes);
     copy_tile<kBlockM, Traits::kAtoms, 64>(
         shared + Traits::kQOffset + q.index() * Traits::kMBlockBytes, &args.q, q_full, kReadAgain,

@@ -182,8 +182,9 @@ class Consumer {
   // times the cap's derivative if there is a cap.
   __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse,
                                                      uint32_t (&p)[kQueries / 4]) {
-    exponentiate(s, lse, args_.score_scale);
     const int block = tile_.m_blocks.block(ds_position_);
+    const auto term = term_of(block);
+    exponentiate(s, lse, args_.score_scale, term);
     if (ds_position_ < full_blocks_.begin || ds_position_ >= full_blocks_.end) {
       mask_probabilities<kQueries>(s, mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                    block * kBlockM + warpgroup_ * kQueries);
@@ -193,9 +194,22 @@ class Consumer {
     stage_rows(rows_of_warp(Traits::kPOffset), p, warpgroup_ * 2);
     if (!args_.score_scale.caps()) return;
     // Apply the cap's derivative now: tanh cannot be recovered later from 16 bits of P.
-    differentiate_cap(s, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries, args_.score_scale);
+    differentiate_cap(s, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries, args_.score_scale,
+                      term);
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
+  }
+
+  // The term of the step at ds_at_.
+  __device__ __forceinline__ auto term_of(int block) const {
+    if constexpr (kConfig.term == ScoreTerm::kSlopes) {
+      const int row = block * kBlockM + warpgroup_ * kQueries;
+      const int position = row + uniform(tile_.num_keys) - uniform(tile_.num_rows);
+      return TransposedAlibi<kQueries>(storage_.slopes[ds_at_.index()], position, warp_first_key(),
+                                       thread_column(threadIdx.x), args_.window.right > 0);
+    } else {
+      return NoTerm();
+    }
   }
 
   // Starts the dP GEMM of the step at ds_at_.

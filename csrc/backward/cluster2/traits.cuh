@@ -35,6 +35,7 @@ struct SharedStorage {
   Barrier dq_ready[2], dq_added[2], dq_released[2];
   int32_t tile_index;  // deterministic, in CTA 0 of the cluster: index of the cluster's tile
   WorkTile tile;
+  float slopes[2];  // of the query head; written before q_full
 
   // One thread calls it, before the CTA's first __syncthreads and the cluster's first barrier.
   __device__ __forceinline__ void init() {

@@ -106,7 +106,7 @@ class ScoreConsumer : Consumer<kConfig> {
   // Computes P of the step at scores_at_. The mask's branch keeps ptxas from moving the wait for
   // dK, which follows, up before the exponentials.
   __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse) {
-    exponentiate(s, lse, this->args_.score_scale);
+    exponentiate(s, lse, this->args_.score_scale, NoTerm());
     if (position_ < full_blocks_.begin || position_ >= full_blocks_.end) {
       mask_probabilities<kBlockM>(s, this->mask(),
                                   this->warp_first_key() + thread_row(threadIdx.x % 32),
@@ -122,7 +122,7 @@ class ScoreConsumer : Consumer<kConfig> {
     stage(p, Traits::kPOffset);
     if (this->args_.score_scale.caps()) {
       // tanh cannot be recovered later from 16 bits of P.
-      differentiate_cap(p, this->storage_.lse[b], this->args_.score_scale);
+      differentiate_cap(p, this->storage_.lse[b], this->args_.score_scale, NoTerm());
       // Sync: all warps of both CTAs have read dS of two steps before.
       this->storage_.ds_empty[b].wait(scores_at_.phase() ^ 1);
       stage(p, Traits::kDsOffset);

@@ -32,7 +32,10 @@ from .decode_launch import (
     unfit_reason,
 )
 from .kernel_configs import (
+    LARGEST,
     MAX_HEAD_DIM,
+    NO_TERM,
+    SLOPES,
     BackwardConfig,
     ForwardConfig,
     KernelConfig,
@@ -223,6 +226,8 @@ class HopperBackend:
 
     def _packing(self, problem: Problem, device: DeviceInfo) -> packed.Choice:
         """Whether a decode kernel runs the forward, and why."""
+        if problem.score_options:
+            return packed.Choice(False, f"has {problem.score_options[0]}")
         copied = problem.copied or _unfit_for_tma(problem)
         if copied:
             return packed.Choice(False, f"{copied[0]} is copied")
@@ -236,7 +241,8 @@ class HopperBackend:
 
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
         dtype = NAMES[problem.dtype]
-        kernel_config = select_backward_config(dtype, problem.head_dim, problem.head_dim_v)
+        dims = problem.head_dim, problem.head_dim_v
+        kernel_config = select_backward_config(dtype, *dims, _term(problem, gradient=True))
         if kernel_config is None or self.unusable_reason(kernel_config, problem.backend):
             return None
         scale = problem.score_scale
@@ -254,9 +260,19 @@ def _as_cached(problem: Problem) -> DecodeProblem:
 
 def score_reason(problem: Problem) -> str | None:
     """Why no kernel computes what happens to a problem's scores, or None."""
-    if problem.score_options:
-        return f"has no kernel for {problem.score_options[0]}"
+    if problem.bias is not None:
+        return "has no kernel for bias"
+    if problem.dtype in EIGHT_BIT and _term(problem):
+        option = "alibi_slopes" if problem.slopes else "return_max_logit"
+        return f"has no kernel of 8 bits for {option}"
     return None
+
+
+def _term(problem: Problem, gradient: bool = False) -> str:
+    """The term of the config of a problem's kernel, or of its gradient's."""
+    if problem.return_max_logit and not gradient:
+        return LARGEST
+    return SLOPES if problem.slopes else NO_TERM
 
 
 def _kernel_config(problem: Problem, device: DeviceInfo) -> ForwardConfig:
@@ -271,6 +287,7 @@ def _kernel_config(problem: Problem, device: DeviceInfo) -> ForwardConfig:
         ceil(problem.total_q / sequences),
         problem.num_heads_q * problem.batch,
         device.num_sms,
+        _term(problem),
     )
 
 

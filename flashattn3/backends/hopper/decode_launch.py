@@ -219,7 +219,7 @@ def forward_reason(problem: DecodeProblem) -> str | None:
     """Why a problem that is not unfit runs on a decode kernel, not on a forward kernel; or None."""
     if problem.rows <= DECODE_ROWS:
         return f"up to {DECODE_ROWS} packed rows"
-    given = sorted(problem.given & _NAMES_TO_CONVERT)
+    given = sorted(problem.given & _NAMES_TO_CONVERT - {"sinks"})
     if given:
         return f"forward kernels take no {given[0]}"
     expanded = sorted(problem.expanded - {"q"})

@@ -18,9 +18,10 @@ HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
 HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
 MAX_HEAD_DIM = max(HEAD_DIMS["bf16"])
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
-# What a kernel adds to the scores: nothing, ALiBi's slopes or a bias. Kernels with a
-# term have a mask, and calls without one take them too.
-TERMS = NO_TERM, SLOPES, BIAS = "", "slopes", "bias"
+# What a kernel adds to the scores: nothing, ALiBi's slopes or a bias. A forward kernel with the
+# last one takes slopes and looks for the largest score. Kernels with a term have a mask, and calls
+# without one take them too.
+TERMS = NO_TERM, SLOPES, BIAS, LARGEST = "", "slopes", "bias", "largest"
 # For every backward kernel: queries per step, and keys per MMA warpgroup.
 BACKWARD_BLOCK_M, BACKWARD_WARPGROUP_KEYS = 64, 64
 DECODE_TILE_ROWS = 64  # packed query rows of a tile, for every decode kernel
@@ -195,6 +196,7 @@ MEASURED_SHORT = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-26"
 MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
 MEASURED_BIAS = "H100 80GB HBM3, beside FlexAttention, 2026-11-27"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
+MEASURED_SCORES = "H100 80GB HBM3, forward_check, 2026-11-27"
 # dtypes, head dim, masked, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
 FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 4, measured=MEASURED_64),
@@ -235,6 +237,21 @@ FORWARD_CONFIGS = (
     ),
     *_forward_configs(SIXTEEN_BIT, 64, True, 192, 128, 2, 3, 2, term=BIAS, measured=MEASURED_BIAS),
     *_forward_configs(SIXTEEN_BIT, 128, True, 192, 64, 2, 3, 2, term=BIAS, measured=MEASURED_BIAS),
+    *_forward_configs(
+        SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 4, term=SLOPES, measured=MEASURED_SCORES
+    ),
+    *_forward_configs(
+        SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, term=SLOPES, measured=MEASURED_SCORES
+    ),
+    *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, term=SLOPES),
+    *_forward_configs(
+        SIXTEEN_BIT, 64, True, 192, 112, 4, 3, 4, term=LARGEST, measured=MEASURED_SCORES
+    ),
+    *_forward_configs(
+        SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, term=LARGEST, measured=MEASURED_SCORES
+    ),
+    *_forward_configs(SIXTEEN_BIT, 192, True, 192, 64, 2, 3, 2, head_dim_v=128, term=LARGEST),
+    *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, term=LARGEST),
     # 8 bits: then keys_per_descale, promote_keys
     *_forward_configs(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_forward_configs(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
@@ -256,6 +273,7 @@ FORWARD_CONFIGS = (
 BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"
 BACKWARD_MEASURED_192 = "H100, backward_check --time, 2026-11-24"
 BACKWARD_MEASURED_192_128 = "H100, backward_check --time, 2026-11-26"
+BACKWARD_MEASURED_SCORES = "H100 80GB HBM3, backward_check --time, 2026-11-27"
 # head dim, that of V, num_stages, num_mma_warpgroups
 BACKWARD_CONFIGS = (
     *_backward_configs(64, 64, 4, 3, measured=BACKWARD_MEASURED),
@@ -266,6 +284,9 @@ BACKWARD_CONFIGS = (
     *_backward_configs(192, 128, 2, 2, measured=BACKWARD_MEASURED_192_128),
     *_backward_configs(192, 192, 2, 2, measured=BACKWARD_MEASURED_192),
     *_backward_configs(256, 256, 2, 2, measured=BACKWARD_MEASURED),
+    *_backward_configs(64, 64, 4, 3, term=SLOPES, measured=BACKWARD_MEASURED_SCORES),
+    *_backward_configs(128, 128, 2, 2, term=SLOPES, measured=BACKWARD_MEASURED_SCORES),
+    *_backward_configs(256, 256, 2, 2, term=SLOPES, measured=BACKWARD_MEASURED_SCORES),
 )
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,27 +79,47 @@ def fits_tma(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 
 def prepare_forward(
     launch: HopperLaunch, library: Library
-) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
-    """Build a function of the tensors that returns (out, lse)."""
+) -> Callable[[Tensors], tuple[Tensor, ...]]:
+    """Build a function of the tensors that returns (out, lse), or (out, lse, max_logit)."""
     problem = launch.problem
     run = (_with_8_bits if problem.dtype in EIGHT_BIT else _with_16_bits)(launch, library)
     if problem.head_dim_v % OUT_ALIGNMENT == 0:
         return run
 
-    def trimmed(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        out, lse = run(tensors)
-        return out[..., : problem.head_dim_v].contiguous(), lse
+    def trimmed(tensors: Tensors) -> tuple[Tensor, ...]:
+        out, *others = run(tensors)
+        return out[..., : problem.head_dim_v].contiguous(), *others
 
     return trimmed
 
 
 def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
-    operator, handle, copied = library.forward, launch.config.launch.handle, launch.config.copied
+    handle, copied = launch.config.launch.handle, launch.config.copied
+    if launch.problem.score_options:
+        operator = _with_scores(launch.problem, library, handle)
+        return lambda tensors: operator(tensors, *_copied(copied, *tensors[:3]), None, None, None)
+    operator = library.forward
     if not copied:
         return lambda tensors: operator(handle, *tensors[:NUM_TENSORS], None, None, None)
     return lambda tensors: operator(
         handle, *_copied(copied, *tensors[:3]), *tensors[3:NUM_TENSORS], None, None, None
     )
+
+
+def _with_scores(problem: Problem, library: Library, handle: Tensor) -> Callable[..., tuple]:
+    """A function of the tensors, and of q, k, v and their descales as the kernel reads them, for a
+    call that changes scores or asks for the largest one."""
+    operator, largest = library.forward_with_scores, problem.return_max_logit
+
+    def run(tensors: Tensors, q, k, v, *descales) -> tuple[Tensor, ...]:
+        of_call = q, k, v, *tensors[3:NUM_TENSORS], *descales
+        scores = tensors.sinks, tensors.alibi_slopes
+        if not largest:
+            return operator(handle, *of_call, *scores, None)
+        max_logit = q.new_full((problem.num_heads_q,), -inf, dtype=torch.float32)
+        return *operator(handle, *of_call, *scores, max_logit), max_logit
+
+    return run
 
 
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
@@ -128,14 +148,18 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
 
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
     operator, handle, copied = library.forward, launch.config.launch.handle, launch.config.copied
-    with_layout = _v_for_kernel(launch, library)
+    with_layout, changes = _v_for_kernel(launch, library), bool(launch.problem.score_options)
+    with_scores = _with_scores(launch.problem, library, handle)
 
     def forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
         q, k, v = map(as_scaled, tensors[:3])
         data = q.data, k.data, with_layout(v.data, tensors.cu_seqlens_k)
         if copied:
             data = _copied(copied, *data)
-        return operator(handle, *data, *tensors[3:NUM_TENSORS], q.descale, k.descale, v.descale)
+        descales = q.descale, k.descale, v.descale
+        if changes:
+            return with_scores(tensors, *data, *descales)
+        return operator(handle, *data, *tensors[3:NUM_TENSORS], *descales)
 
     return forward
 
@@ -143,26 +167,46 @@ def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], 
 def prepare_backward(
     launch: HopperLaunch, library: Library
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv)."""
+    """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv), and of
+    calls that change scores dsinks and None too."""
     problem, copied, operator = launch.problem, launch.config.copied, library.backward
+    changes, with_scores = bool(problem.score_options), library.backward_with_scores
     sparse = bool(problem.copied)
     gradient_config = launch.config.gradient_config
     handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
+    no_keys = 0 in (problem.seqlen_k, problem.total_k)
 
-    def run(dout, dlse, out, lse, tensors):
+    def run(dout, dlse, out, lse, tensors, *with_dbias):
         if sparse:
             tensors = with_dense_rows(problem, tensors)
+        scores = tensors.sinks, tensors.alibi_slopes
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
-        results = operator(handle, dout, dlse, out, lse, *tensors[:NUM_TENSORS])
-        if whole_rows:
-            return results
-        return tuple(x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))
+        of_call = handle, dout, dlse, out, lse, *tensors[:NUM_TENSORS]
+        dsinks = ()
+        if changes:
+            *results, dsinks = with_scores(*of_call, *scores)
+            if dsinks is not None and no_keys:
+                dsinks = _gradient_without_keys(dsinks, dlse, lse)
+            dsinks = (dsinks, None) if with_dbias else ()
+        else:
+            results = operator(*of_call)
+        if not whole_rows:
+            results = (x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))
+        return (*results, *dsinks)
 
     return run
+
+
+def _gradient_without_keys(dsinks: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
+    """That of sinks which are the lse of all rows; no kernel runs."""
+    if dlse is None:
+        return dsinks.zero_()
+    of_rows = dlse.where(lse.isfinite(), 0).transpose(-2, 0).flatten(1)
+    return of_rows.sum(-1).to(dsinks.dtype)
 
 
 def _v_for_kernel(

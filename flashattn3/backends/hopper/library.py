@@ -39,9 +39,11 @@ class Library(NamedTuple):
     cuda_version: str = ""
     prepare_forward: Callable | None = None
     forward: Callable | None = None
+    forward_with_scores: Callable | None = None
     permute_v: Callable | None = None
     prepare_backward: Callable | None = None
     backward: Callable | None = None
+    backward_with_scores: Callable | None = None
     namespace: torch._ops._OpNamespace | None = None
     prepare_decode: Callable | None = None
     decode_size: Callable | None = None
@@ -97,6 +99,7 @@ def find_library() -> Library:
     newer = "register_autograd_node", "append", "decode_into"
     newer += "keep_decode", "decode_kept", "decode_kept_with", "append_kept"
     newer += "keep_passes", "forward_kept", "backward_kept"
+    newer += "forward_with_scores", "backward_with_scores"
     older = not all(hasattr(operators, name) for name in newer)
     if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
         return Library(error="the Hopper kernels were built from other sources")

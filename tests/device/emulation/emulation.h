@@ -283,6 +283,10 @@ inline int __reduce_add_sync(uint32_t, int value) {
 }
 // CTAs run one after the other.
 inline int atomicAdd(int* at, int value) { return std::exchange(*at, *at + value); }
+inline int atomicMax(int* at, int value) { return std::exchange(*at, std::max(*at, value)); }
+inline unsigned atomicMin(unsigned* at, unsigned value) {
+  return std::exchange(*at, std::min(*at, value));
+}
 inline int atomicExch(int* at, int value) { return std::exchange(*at, value); }
 inline void __threadfence() {}
 template <class Value>

@@ -36,7 +36,7 @@ __global__ void attend(const float* scores, bool at_once, float4* found) {
     };
     load();
     const bool exact = tile == 0 || !at_once;
-    if (exact || softmax.exponentiate_at_once(s, scale)) {
+    if (exact || softmax.exponentiate_at_once(s, scale).overflow) {
       load();
       int highest[2];
       softmax.subtract_row_max(s, scale, highest);
