@@ -313,7 +313,7 @@ def test_triton_takes_8_bits_on_every_gpu(chip, dtype):
 
 
 def test_a_key_tile_lies_within_one_block():
-    chip = replace(RTX3090, shared_memory_bytes=99 * 1024)
+    chip = RTX3090._replace(shared_memory_bytes=99 * 1024)
     for block, masked in itertools.product(BLOCKS, (False, True)):
         found = choose(problem(block, causal=masked), chip, WITHOUT_HOPPER).launch.config
         assert block % found.tiles.forward.block_n == 0

@@ -20,7 +20,7 @@ from flashattn3 import (
 )
 from flashattn3.call.dtypes import FP8
 from flashattn3.call.fields import Options
-from flashattn3.call.operands import Scaled, Tensors
+from flashattn3.call.operands import Scaled, Tensors, flat
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
 from flashattn3.run import operators
 from flashattn3.run.operators import operator_arguments
@@ -299,7 +299,7 @@ def test_fake_tensors_need_no_gpu(kind):
         out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
         assert (out.shape, out.dtype, out.device.type) == ((2, 8, 4, 32), torch.bfloat16, kind)
         assert (lse.shape, lse.dtype, lse.device.type) == ((2, 4, 8), torch.float32, kind)
-        given = (out, lse, out, lse, *Tensors(q, k, v), *Options())
+        given = (out, lse, out, lse, *flat(Tensors(q, k, v)), *Options())
         found = torch.ops.flashattn3.backward.default(*given)
         assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
         with pytest.raises(ValueError, match=r"k\.shape\[-1\] must be 64"):
