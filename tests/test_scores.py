@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from functools import partial
 
 import pytest
@@ -48,13 +47,12 @@ CASES = (
 DTYPES_HERE = [of for of in BACKEND_DTYPES if of.values != ("reference", torch.float16)]
 
 
-def holds(case, tensors, backend) -> None:
-    """Forward and backward; a backend without a kernel says so."""
+def holds(case, tensors, backend) -> str | None:
+    """Forward and backward; the sentence of a backend without a kernel."""
     try:
         out, lse = forward_holds(case, tensors, backend, return_max_logit=True)
     except UnsupportedError as error:
-        assert re.search(rf"{backend}: (has no kernel for|takes|computes)", str(error)), error
-        pytest.skip(str(error))
+        return str(error)
     leaves = [x for x in tensors if x is not None and x.requires_grad]
     dout, dlse = make_output_gradients(case, tensors)
     got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
@@ -64,21 +62,27 @@ def holds(case, tensors, backend) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("backend", "dtype"), DTYPES_HERE)
 def test_scores(case, backend, dtype, device, poisoned_memory):
-    holds(case, make_inputs(case, device, dtype, requires_grad=True), backend)
+    declined = holds(case, make_inputs(case, device, dtype, requires_grad=True), backend)
+    if declined:
+        pytest.skip(declined)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_random_scores(backend, chunk, device, poisoned_memory):
-    dtypes = DTYPES[backend]
+    dtypes, declined = DTYPES[backend], []
 
     @of_chunk(chunk)
     @given(random_score_cases(MAX_SEQLEN, HEAD_DIMS[backend]))
     def run(case):
         dtype = dtypes[chunk % len(dtypes)]
-        holds(case, make_inputs(case, device, dtype, requires_grad=True), backend)
+        tensors = make_inputs(case, device, dtype, requires_grad=True)
+        declined.append(holds(case, tensors, backend))
 
     run()
+    print(f"{backend}: {declined.count(None)} of {len(declined)} random problems computed")
+    if None not in declined:
+        pytest.skip(declined[0])
 
 
 def normal(*shape: int, dtype=torch.float32, device="cpu", seed: int = 0) -> torch.Tensor:
