@@ -20,6 +20,7 @@ from .run.planner import Plan, decline_reason
 
 if TYPE_CHECKING:
     from .backends.base import Backend
+    from .call.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,29 @@ def explained(options: Options, tensors: Tensors, varlen: bool, device: object) 
     place = place_of(function, data_of(tensors.q), device)
     _check_devices(function, tensors, place)
     plan = operators.plan_on(place, tensors, options)
-    described = plan.launch.describe()
+    described = plan.launch.describe() | _scores_of(plan.problem)
     if plan.problem.mask is not None:
         grid = Grid(*plan.problem.mask, plan.problem.seqlen_q, plan.problem.seqlen_k)
         described = described | {"mask": summary(BlockLists(*tensors_of_mask(tensors)[:3]), grid)}
     return explanation_of(plan, BACKENDS, described)
+
+
+def _scores_of(problem: Problem) -> dict[str, str]:
+    """What changes the scores of a call, and what it costs."""
+    costs = {
+        "sinks": "one more term in each row sum",
+        "alibi_slopes": "one multiply-add a score",
+        "return_max_logit": "one more maximum of each tile of scores",
+    }
+    if problem.bias is not None:
+        bias, size = problem.bias, problem.bias.dtype.itemsize
+        sums = problem.batch // max(1, bias.batch) * (problem.num_heads_q // bias.heads)
+        total = bias.batch * bias.heads * problem.seqlen_q * problem.seqlen_k * size
+        shared = f", a sum over {sums} batch entries and heads" if sums > 1 else ""
+        costs["bias"] = (
+            f"{size} bytes a score are read in each pass; gradient: {total} bytes{shared}"
+        )
+    return {name: costs[name] for name in problem.score_options if name in costs}
 
 
 def explanation_of(

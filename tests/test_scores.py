@@ -166,6 +166,46 @@ def test_both_passes_take_them():
         assert len(flashattn3.flash_attn_backward(*given, **scores)) == 4
 
 
+def test_explain_says_what_changes_scores():
+    sides, scores = example()
+    found = flashattn3.explain(*sides, **scores, return_max_logit=True, backend="reference")
+    assert found.config["sinks"] == "one more term in each row sum"
+    assert found.config["bias"].endswith(
+        "gradient: 2304 bytes, a sum over 2 batch entries and heads"
+    )
+    assert {"alibi_slopes", "return_max_logit"} <= found.config.keys()
+    assert "sinks: one more term" in str(found)
+    assert not scores.keys() & flashattn3.explain(*sides, backend="reference").config.keys()
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_strides_of_a_bias(backend, device):
+    """Expanded along any axis, one element off its alignment, and keys before queries."""
+    dtype = {"reference": torch.float32, "triton": TRITON_DTYPES[0]}.get(backend, torch.bfloat16)
+    (q, k, v), _ = example(length=24, dim=64, dtype=dtype, device=device)
+    whole = normal(2, 4, 24, 24, dtype=dtype, device=device)
+    flat = normal(2 * 4 * 24 * 24 + 1, dtype=dtype, device=device)
+    for bias in (
+        whole[:, :, :1].expand_as(whole),
+        whole[..., :1].expand_as(whole),
+        whole[:1, :1].expand_as(whole),
+        whole.mT,
+        whole.transpose(0, 1).contiguous().transpose(0, 1),
+        flat[1:].view_as(whole),
+        normal(2, 4, 24, 25, dtype=dtype, device=device)[..., :24],
+    ):
+        results = []
+        for x in (bias, bias.clone(memory_format=torch.contiguous_format)):
+            leaf = x.detach().requires_grad_()
+            try:
+                out = flash_attn_func(q, k, v, causal=True, bias=leaf, backend=backend)
+            except UnsupportedError as error:
+                pytest.skip(str(error))
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaf)))
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
 class Other(torch.Tensor):
     """A class of someone else's."""
 

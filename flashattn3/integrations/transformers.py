@@ -120,7 +120,8 @@ def attention(
     batch, _, length, _ = query.shape
     lengths = length, key.shape[2]
     if attention_mask is not None and attention_mask.is_floating_point():
-        bias = attention_mask if position_bias is None else attention_mask + position_bias
+        bias = attention_mask[..., : lengths[1]]  # as in transformers' eager attention
+        bias = bias if position_bias is None else bias + position_bias
         return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -209,8 +210,11 @@ def _attend(
 
 def _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux) -> Tensor:
     """The attention of all queries to all keys that the bias does not hide."""
+    sizes = query.shape[2], key.shape[2]
+    rows = [n if found == 1 else -1 for n, found in zip(sizes, bias.shape[2:], strict=True)]
+    bias = bias.to(query.dtype).expand(-1, -1, *rows)
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux, query)}
-    return flash_attn_bhsd_func(query, key, value, bias=bias.to(query.dtype), **options)
+    return flash_attn_bhsd_func(query, key, value, bias=bias, **options)
 
 
 def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
