@@ -140,6 +140,8 @@ class TritonBackend:
         tiles = tile_config.masked if problem.masked else tile_config.full
         if problem.bias is not None:
             tiles = tiles.with_bias(max(dims), device.lowering == 90)
+        if problem.slopes is not None:
+            tiles = tiles.with_slopes(max(dims), device.lowering == 90, problem.masked)
         tiles = tiles._replace(
             forward=_forward_tile(tiles.forward, problem, device),
             bwd=tiles.bwd if _adds_dq(problem, device) else None,

@@ -29,9 +29,10 @@ from .launch_parts import (
 )
 from .tile_configs import Tile
 
-# Sequences and heads that share a bias, up to which the kernel of dQ stores dS of each in 16 bits,
-# to be summed; for more the bias has a kernel of its own.
-MOST_STORED = 4
+# Sequences and heads that share a bias, up to which the kernel of dQ stores dS of each in 16 bits;
+# for more the bias has a kernel of its own, which is then faster.
+MOST_STORED = 2
+SHARED_OF_PROGRAM = 4  # that a program of this kernel sums, at least
 PROGRAMS = 1024  # of that kernel, at least, where so many sequences and heads can be divided
 
 
@@ -56,16 +57,22 @@ def prepare_dbias(problem: Problem, config: TritonConfig) -> tuple[Callable, Cal
     bias, sizes = problem.bias, (problem.seqlen_q, problem.seqlen_k)
     of = {"dtype": bias.dtype, "device": problem.device}
     if stores_ds(problem):
-        both = (bias.batch, problem.batch), (bias.heads, problem.num_heads_q)
-        axes = [axis for axis, (own, all_of_them) in enumerate(both) if own != all_of_them]
         blank = torch.zeros if problem.masked else torch.empty
         shape = (problem.batch, problem.num_heads_q, *sizes)
-        return lambda: blank(shape, **of), lambda ds: ds.sum(axes, keepdim=True) if axes else ds
+        axis = 0 if bias.batch != problem.batch else 1
+        shared = num_shared(problem) == 2
+        return lambda: blank(shape, **of), lambda ds: _sum_of_two(ds, axis) if shared else ds
     shape, splits = (bias.batch, bias.heads, *sizes), _num_splits(problem, config)
     if splits == 1:
         return lambda: torch.empty(shape, **of), lambda dbias: dbias
     of["dtype"] = torch.float32
     return lambda: torch.empty((splits, *shape), **of), lambda parts: _sum(parts, bias.dtype)
+
+
+def _sum_of_two(ds: Tensor, axis: int) -> Tensor:
+    """As ``sum``, which takes twice the time. torch adds 16 bits in float32."""
+    first, second = ds.split(1, axis)
+    return first + second
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,4 +131,4 @@ def _blocks(problem: Problem, tile: Tile) -> tuple[int, int]:
 def _num_splits(problem: Problem, config: TritonConfig) -> int:
     """Parts of the sequences and heads that share the bias, each summed by a program."""
     tiles = prod(_blocks(problem, _tile(problem, config))) * problem.bias.heads * problem.bias.batch
-    return max(1, min(ceil(PROGRAMS / max(1, tiles)), num_shared(problem) // MOST_STORED))
+    return max(1, min(ceil(PROGRAMS / max(1, tiles)), num_shared(problem) // SHARED_OF_PROGRAM))

@@ -76,15 +76,29 @@ class Tiles(NamedTuple):
             return self._replace(forward=WIDE, bwd_dkdv=dkdv, bwd_dq=dq)
         if not wgmma and head_dim > 64:
             dkdv = self.bwd_dkdv._replace(num_stages=min(self.bwd_dkdv.num_stages, 2))
-            return self._replace(
-                bwd_dkdv=dkdv, bwd_dq=Tile(64 if head_dim <= 128 else 32, 32, 4, 2)
-            )
+            return self._replace(bwd_dkdv=dkdv, bwd_dq=_dq_with_terms(head_dim))
         return self
+
+    def with_slopes(self, head_dim: int, wgmma: bool, masked: bool) -> Tiles:
+        """The tiles of calls with ALiBi, whose numbers of columns stay in registers."""
+        forward, bwd = self.forward, self.bwd
+        if wgmma and head_dim <= 64 and forward[:3] == (64, 64, 4):
+            return self._replace(forward=forward._replace(max_registers=128 if masked else 168))
+        if wgmma and 96 < head_dim <= 128 and not masked:
+            return self._replace(bwd_dkdv=Tile(64, 64, 4, 2), bwd_dq=Tile(128, 64, 8, 3))
+        if not wgmma and head_dim > 64:
+            return self._replace(bwd_dq=_dq_with_terms(head_dim))
+        return self if bwd is None else self._replace(bwd=bwd._replace(biased=True))
 
     def describe_backward(self) -> str:
         if self.bwd is None:
             return "7 GEMMs, bitwise reproducible"
         return f"5 GEMMs, {self.bwd.block_m} rows x {self.bwd.block_n} keys, dq added in any order"
+
+
+def _dq_with_terms(head_dim: int) -> Tile:
+    """For mma.sync: with terms in a tile of 128 rows ptxas keeps 32 registers and spills 5 KB."""
+    return Tile(64 if head_dim <= 128 else 32, 32, 4, 2)
 
 
 class TileConfig(NamedTuple):

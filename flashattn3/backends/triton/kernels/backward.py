@@ -716,9 +716,10 @@ def bwd_dq_kernel(
             ds = p * dp * slope
             dq = dot_columns(ds.to(k[0].dtype), k, dq)
             if dbias_ptr is not None:
+                # TAIL alone: the mask of a stage that is no constexpr has one shape.
                 store_tile(
                     dbias_tile + (first_key + keys)[None, :], p * dp, rows, length_q, keys,
-                    num_keys, MASKED and TAIL,
+                    num_keys, TAIL,
                 )  # fmt: skip
 
     dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
