@@ -425,11 +425,16 @@ def bwd_kernel(
         for stage in tl.static_range(0 if RIGHT else FULL, 3 if LEFT or TAIL or LISTED else 2):
             MASKED = stage != FULL
             stage_begin, stage_end = stage_range(edges, stage)
+            if LISTED:
+                next_row = listed_column(
+                    entries_ptr, row_list, num_listed_blocks, stage_begin, stage_end, BLOCK_M
+                )
             for step in range(stage_begin, stage_end, 1 if LISTED else BLOCK_M):
                 first_row = step
                 if LISTED:
-                    first_row = listed_column(
-                        entries_ptr, row_list, num_listed_blocks, step, BLOCK_M
+                    first_row = next_row
+                    next_row = listed_column(
+                        entries_ptr, row_list, num_listed_blocks, step + 1, stage_end, BLOCK_M
                     )
                 rows = first_row + row_offsets
                 q = load_parts(
@@ -672,10 +677,17 @@ def bwd_dq_kernel(
     for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL or LISTED else 2):
         MASKED = stage != FULL
         stage_begin, stage_end = stage_range(edges, stage)
+        if LISTED:
+            next_key = listed_column(
+                entries_ptr, row_list, num_listed_blocks, stage_begin, stage_end, BLOCK_N
+            )
         for step in range(stage_begin, stage_end, 1 if LISTED else BLOCK_N):
             first_key = step
             if LISTED:
-                first_key = listed_column(entries_ptr, row_list, num_listed_blocks, step, BLOCK_N)
+                first_key = next_key
+                next_key = listed_column(
+                    entries_ptr, row_list, num_listed_blocks, step + 1, stage_end, BLOCK_N
+                )
             num_keys = length_k - first_key
             k = load_parts(
                 k_pointers, first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL

@@ -33,11 +33,15 @@ def listed_edges(work_ptr, row_list, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def listed_column(entries_ptr, row_list, num_column_blocks, step, BLOCK: tl.constexpr):
-    """The first column of a step."""
+def listed_column(
+    entries_ptr, row_list, num_column_blocks, step, end, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The first column of a step, 0 past the end. A loop asks for it a step ahead: a load whose
+    address another load of the same step gives has one buffer less."""
     PER_ENTRY: tl.constexpr = COLUMNS // BLOCK
     place = step // PER_ENTRY
-    entry = tl.load(entries_ptr + row_list * num_column_blocks + place)
+    entries = entries_ptr + row_list * num_column_blocks
+    entry = tl.load(entries + place, mask=step < end, other=0)
     return entry * COLUMNS + (step - place * PER_ENTRY) * BLOCK
 
 

@@ -314,10 +314,17 @@ def forward_kernel(
     for stage in tl.static_range(0 if LEFT else 1, LAST + 1 if RIGHT or TAIL or LISTED else LAST):
         MASKED = stage == 0 or stage == LAST
         stage_begin, stage_end = stage_range(edges, stage)
+        if LISTED:
+            next_key = listed_column(
+                entries_ptr, row_list, num_listed_blocks, stage_begin, stage_end, BLOCK_N
+            )
         for step in range(stage_begin, stage_end, 1 if LISTED else BLOCK_N):
             first_key = step
             if LISTED:
-                first_key = listed_column(entries_ptr, row_list, num_listed_blocks, step, BLOCK_N)
+                first_key = next_key
+                next_key = listed_column(
+                    entries_ptr, row_list, num_listed_blocks, step + 1, stage_end, BLOCK_N
+                )
             scores = ()
             for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
                 num_keys = length_k - first_key - slice_key
