@@ -36,3 +36,17 @@ def num_ones(words: Tensor) -> Tensor:
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
     return (x * 0x0101010101010101 >> 56) & 0x7F
+
+
+def transposed(words: Tensor) -> Tensor:
+    """int64 (..., 64) of which each is a row of 64 bits → its columns: six exchanges of squares
+    beside the diagonal, of 32 bits, 16, ... (Warren, Hacker's Delight, 7-3)."""
+    size, mask = 32, 0x00000000FFFFFFFF
+    while size:
+        upper, lower = words.unflatten(-1, (-1, 2, size)).unbind(-2)
+        moved = ((upper >> size) ^ lower) & mask
+        upper, lower = upper ^ (moved << size), lower ^ moved
+        words = torch.stack([upper, lower], -2).flatten(-3)
+        size //= 2
+        mask ^= (mask << size) & 0xFFFFFFFFFFFFFFFF
+    return words

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bits import lowest, num_ones, packed, unpacked
+from .bits import lowest, num_ones, packed, transposed, unpacked
 
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 64
 # Kinds of blocks. The kind of a block in an intersection is the smaller one of the two, in a union
 # the larger one, and that of the inverse is 2 minus it.
 HIDDEN, PARTIAL, FULL = 0, 1, 2
-# Tiles that are computed together: 16 MB of bools.
-_CHUNK = 2048
+# Tiles that are computed together: 16 MB of bools, or 32 MB of words.
+_CHUNK, _CHUNK_OF_WORDS = 2**11, 2**15
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +123,8 @@ def assembled(
     kinds = grid.without_overhang(kinds)
     capacity = grid.num_blocks if most_partial is None else min(most_partial, grid.num_blocks)
     blocks, used = _partial_blocks(kinds, capacity)
-    parts = [
-        words(at) & grid.inside(at) for at in map(grid.places, blocks.split(_CHUNK)) if capacity
-    ]
+    places = map(grid.places, blocks.split(_CHUNK_OF_WORDS))
+    parts = [words(at) & grid.inside(at) for at in places if capacity]
     tiles = torch.cat(parts) if parts else blocks.new_zeros((0, BLOCK_ROWS))
     tiles = torch.where(used.unsqueeze(-1), tiles, 0)
     if not exact:
@@ -194,6 +193,39 @@ def words_of(lists: BlockLists) -> Words:
     return words
 
 
+def words_of_spans(grid: Grid, starts: Tensor, ends: Tensor, of_keys: bool) -> Words:
+    """The bits of tiles from the spans of keys that queries see, (batch, heads, queries, n).
+
+    of_keys: whether the rows of the grid are keys.
+    """
+    queries, n = starts.shape[2:]
+    starts, ends = starts.flatten(0, 2), ends.flatten(0, 2)
+
+    def seen(at: Places, query: Tensor, first_key: Tensor) -> Tensor:
+        """Of each query 64 keys, from first_key on."""
+        lists = (at.batch * grid.heads + at.head).view(-1, *(1,) * (query.ndim - 1))
+        rows = lists * queries + query.clamp(max=queries - 1)
+        of_starts, of_ends = (lowest(x[rows] - first_key.unsqueeze(-1)) for x in (starts, ends))
+        inside = of_ends & ~of_starts
+        found = torch.zeros_like(rows)
+        for i in range(n):
+            found = found | inside[..., i]
+        return found
+
+    def words(at: Places) -> Tensor:
+        row, column = at.row * BLOCK_ROWS, at.column * BLOCK_COLUMNS
+        if not of_keys:
+            query = row.unsqueeze(-1) + torch.arange(BLOCK_ROWS, device=row.device)
+            return seen(at, query, column.unsqueeze(-1))
+        halves = torch.arange(0, BLOCK_ROWS, BLOCK_COLUMNS, device=row.device)
+        query = column.view(-1, 1, 1) + torch.arange(BLOCK_COLUMNS, device=row.device)
+        first_key = (row.unsqueeze(-1) + halves).unsqueeze(-1)
+        query = query.expand(-1, halves.shape[0], -1)
+        return transposed(seen(at, query, first_key)).flatten(1)
+
+    return words
+
+
 def words_of_predicate(grid: Grid, visible: Callable, transposed: bool) -> Words:
     """The bits of tiles from ``visible(batch, head, query, key)``, which gets int64 tensors that
     broadcast to (tiles, 128, 64), inside the lengths.
@@ -202,6 +234,10 @@ def words_of_predicate(grid: Grid, visible: Callable, transposed: bool) -> Words
     """
 
     def words(at: Places) -> Tensor:
+        chunks = (Places(*of) for of in zip(*(x.split(_CHUNK) for x in at), strict=True))
+        return torch.cat([words_of_chunk(chunk) for chunk in chunks])
+
+    def words_of_chunk(at: Places) -> Tensor:
         device = at.row.device
         row = at.row.view(-1, 1, 1) * BLOCK_ROWS
         row = row + torch.arange(BLOCK_ROWS, device=device).view(-1, 1)

@@ -21,7 +21,14 @@ from .arguments import (
     expect_alike,
     without_copies,
 )
-from .block_lists import BLOCK_COLUMNS, PARTIAL, Grid, assembled, words_of_predicate
+from .block_lists import (
+    BLOCK_COLUMNS,
+    PARTIAL,
+    Grid,
+    assembled,
+    words_of_predicate,
+    words_of_spans,
+)
 from .mask import Mask
 
 
@@ -210,26 +217,26 @@ def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_spans(grid: Grid, starts: Tensor, ends: Tensor, *most_partial: int | None) -> Mask:
-    """The mask of spans as ``block_kinds.of_spans`` takes them. most_partial: as below."""
-    _, heads, queries, n = starts.shape
+    """The mask of spans as ``block_kinds.of_spans`` takes them. most_partial: of
+    blocks of queries and of blocks of keys."""
+    lists = [
+        assembled(of, kinds, words_of_spans(of, starts, ends, of_keys), most, exact=True)
+        for of, kinds, of_keys, most in zip(
+            (grid, grid.transposed),
+            block_kinds.of_spans(grid, starts, ends),
+            (False, True),
+            most_partial,
+            strict=True,
+        )
+    ]
+    return Mask(*lists, grid.rows, grid.columns)
 
-    def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        row = (batch_idx * heads + head) * queries + query
-        seen = torch.zeros_like(row, dtype=torch.bool)
-        for i in range(n):
-            start, end = (x[..., i].flatten()[row] for x in (starts, ends))
-            seen = seen | ((start <= key) & (key < end))
-        return seen.expand(torch.broadcast_shapes(seen.shape, key.shape))
 
-    kinds = block_kinds.of_spans(grid, starts, ends)
-    return _of_predicate(grid, visible, kinds, most_partial, exact=True)
-
-
-def _of_predicate(grid: Grid, visible, kinds, most_partial=(None, None), exact=False) -> Mask:
+def _of_predicate(grid: Grid, visible, kinds, most_partial=(None, None)) -> Mask:
     """kinds and most_partial: of blocks of queries and of blocks of keys, as ``assembled`` takes
     them."""
     lists = [
-        assembled(of, kind, words_of_predicate(of, visible, transposed), most, exact)
+        assembled(of, kind, words_of_predicate(of, visible, transposed), most)
         for of, kind, transposed, most in zip(
             (grid, grid.transposed), kinds, (False, True), most_partial, strict=True
         )
