@@ -74,6 +74,8 @@ class Tiles(NamedTuple):
         if wgmma and 96 < head_dim <= 128:
             dkdv, dq = Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)
             return self._replace(forward=WIDE, bwd_dkdv=dkdv, bwd_dq=dq)
+        if wgmma and head_dim > 192:  # three stages do not fit
+            return self._replace(bwd_dq=self.bwd_dq._replace(num_stages=2))
         if not wgmma and head_dim > 64:
             dkdv = self.bwd_dkdv._replace(num_stages=min(self.bwd_dkdv.num_stages, 2))
             return self._replace(bwd_dkdv=dkdv, bwd_dq=_dq_with_terms(head_dim))
@@ -83,7 +85,7 @@ class Tiles(NamedTuple):
         """The tiles of calls with ALiBi, whose numbers of columns stay in registers."""
         forward, bwd = self.forward, self.bwd
         if wgmma and head_dim <= 64 and forward[:3] == (64, 64, 4):
-            return self._replace(forward=forward._replace(max_registers=128 if masked else 168))
+            return self._replace(forward=forward._replace(max_registers=128))
         if wgmma and 96 < head_dim <= 128 and not masked:
             return self._replace(bwd_dkdv=Tile(64, 64, 4, 2), bwd_dq=Tile(128, 64, 8, 3))
         if not wgmma and head_dim > 64:
