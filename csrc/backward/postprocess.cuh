@@ -94,15 +94,16 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
 __device__ __forceinline__ void reduce_sink_gradient(const Arguments& args, int head) {
   const int num_blocks = static_cast<int>(args.workspace.num_rows / kBlockM);
   const int sequences = args.seqlens_q.cu_seqlens != nullptr ? 1 : args.scheduler.varlen.batch;
+  constexpr int kThreads = 128;
   float sum = 0.f;
-  for (int i = threadIdx.x; i < sequences * num_blocks; i += blockDim.x) {
+  for (int i = threadIdx.x; i < sequences * num_blocks; i += kThreads) {
     const int sequence = i / num_blocks;
     sum += args.workspace.sink_gradients[int64_t{sequence} * (args.num_heads_q - 1) * num_blocks +
                                          int64_t{head} * num_blocks + i];
   }
-  __shared__ float parts[128];
+  __shared__ float parts[kThreads];
   parts[threadIdx.x] = sum;
-  for (int half = 64; half > 0; half /= 2) {
+  for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
   }

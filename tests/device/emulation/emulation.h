@@ -33,6 +33,8 @@ using std::min;
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+using std::isnan;
 inline float __log2f(float x) { return std::log2(x); }
 
 #define __launch_bounds__(...)
