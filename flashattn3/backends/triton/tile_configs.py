@@ -90,7 +90,12 @@ class Tiles(NamedTuple):
             return self._replace(bwd_dkdv=Tile(64, 64, 4, 2), bwd_dq=Tile(128, 64, 8, 3))
         if not wgmma and head_dim > 64:
             return self._replace(bwd_dq=_dq_with_terms(head_dim))
-        return self if bwd is None else self._replace(bwd=bwd._replace(biased=True))
+        if bwd is None:
+            return self
+        slice_n = 2 * forward.slice_n
+        return self._replace(
+            forward=forward._replace(slice_n=slice_n), bwd=bwd._replace(biased=True)
+        )
 
     def describe_backward(self) -> str:
         if self.bwd is None:
