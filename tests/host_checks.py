@@ -453,6 +453,36 @@ def check_calls_without_the_node(host):
         assert type(flash_attn_func(*tensors).grad_fn).__name__ == NODE
 
 
+def check_a_bias(host):
+    """The forward reads it, and a copy where rows are not aligned. One work tile stores its
+    gradient, two add to it; the sums of more, and zeros where a mask hides blocks, are one more
+    launch."""
+    for batch, shape, keys, causal, num_launches, shared in (
+        (2, (2, 4), 136, False, 3, False),
+        (2, (1, 4), 136, True, 3, False),
+        (3, (1, 4), 136, False, 4, True),
+        (2, (2, 1), 131, False, 4, True),
+        (2, (2, 4), 131, True, 4, False),
+    ):
+        q = torch.randn(batch, 80, 4, 64).bfloat16().requires_grad_()
+        k, v = (torch.randn(batch, keys, 4, 64).bfloat16().requires_grad_() for _ in range(2))
+        bias = torch.randn(*shape, 80, keys).bfloat16().requires_grad_()
+        call = partial(flash_attn_func, q, k, v, causal=causal, bias=bias)
+        out, descriptors, forward = recorded(host, call)
+        assert forward == 1
+        read = [address for address, *extents in descriptors if extents == [keys, 80, *shape[::-1]]]
+        assert len(read) == 1 and (read[0] == bias.data_ptr()) == (keys % 8 == 0)
+        inputs_of = (q, k, v, bias)
+        grad = partial(torch.autograd.grad, out, inputs_of, torch.randn_like(out))
+        gradients, descriptors, backward = recorded(host, grad)
+        assert backward == num_launches
+        assert [x.shape for x in gradients] == [x.shape for x in inputs_of]
+        assert gradients[3].is_contiguous()
+        stored = [batch, 4] if shared else list(shape)
+        extents = [keys, 80, *stored[::-1]]
+        assert sum(found == extents for _, *found in descriptors) >= 1
+
+
 def check_refusals(host):
     q, k, v = inputs(32)
     operator = torch._scaled_dot_product_flash_attention_for_cpu

@@ -134,6 +134,9 @@ def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_confi
     careful = hopper(only_measured=True)
     if kernel_config.term == SLOPES:
         tensors = tensors._replace(alibi_slopes=torch.empty(16, device="meta"))
+    if kernel_config.term == BIAS:
+        shape = 1, 16, seqlen_q, longest
+        tensors = tensors._replace(bias=torch.empty(*shape, device="meta", dtype=dtype))
     options = {"causal": kernel_config.masked, "return_max_logit": kernel_config.term == LARGEST}
     found = plan(tensors, careful, **options)
     assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
@@ -142,7 +145,8 @@ def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_confi
 
 
 def test_what_changes_scores_chooses_the_kernel():
-    """Sinks have no kernel config of their own; a bias has none here; 8 bits have sinks alone."""
+    """Sinks have no kernel config of their own; a bias has one up to head dim 128, alone but for
+    sinks; 8 bits have sinks alone."""
     slopes, sinks = torch.empty(8, device="meta"), torch.empty(8, device="meta")
     bias = torch.empty(1, 8, 1024, 1024, device="meta", dtype=torch.bfloat16)
 
@@ -158,13 +162,21 @@ def test_what_changes_scores_chooses_the_kernel():
     assert terms(given, return_max_logit=True) == (LARGEST, NO_TERM)
     both = terms(given._replace(alibi_slopes=slopes), return_max_logit=True)
     assert both == (LARGEST, SLOPES)
-    declined = dict(plan(given._replace(bias=bias)).declined)
-    assert declined["hopper"] == "has no kernel for bias"
+    assert terms(given._replace(bias=bias, sinks=sinks)) == (BIAS, BIAS)
+    with_bias, wide = given._replace(bias=bias), qkv(192, 128)._replace(bias=bias)
+    for changed, options, reason in (
+        (with_bias._replace(alibi_slopes=slopes), {}, "has no kernel for bias and alibi_slopes"),
+        (with_bias, {"return_max_logit": True}, "has no kernel for bias and return_max_logit"),
+        (with_bias, {"softcap": 5.0}, "has no kernel for bias and softcap"),
+        (wide, {}, "takes a bias up to head_dim 128"),
+    ):
+        assert dict(plan(changed, **options).declined)["hopper"].startswith(reason)
     narrow = qkv(dtype=FP8)
     assert terms(narrow._replace(sinks=sinks)) == (NO_TERM, None)
     for changed, options, name in (
         (narrow._replace(alibi_slopes=slopes), {}, "alibi_slopes"),
         (narrow, {"return_max_logit": True}, "return_max_logit"),
+        (narrow._replace(bias=bias), {}, "bias"),
     ):
         declined = dict(plan(changed, **options).declined)
         assert declined["hopper"] == f"has no kernel of 8 bits for {name}"
@@ -497,14 +509,16 @@ def test_copies_begin_where_tma_can_read_and_out_is_dense_again():
 
 
 def test_the_operators_of_calls_that_change_scores_get_what_changes_them():
-    """Sinks and slopes behind the descales, and max_logit, -inf, where the call asks for it; the
-    gradient of sinks behind the others."""
+    """Sinks, slopes and bias behind the descales, and max_logit, -inf, where the call asks for it;
+    the gradients of sinks and bias behind the others."""
     given = Tensors(*(torch.randn(2, 9, heads, 20).half() for heads in (4, 2, 2)))
     tensors = given._replace(sinks=torch.randn(4), alibi_slopes=torch.rand(2, 4))
     recorder, gradients = Recorder(), GradientRecorder()
 
     def backward(*arguments):
-        return (*gradients(*arguments), torch.ones(4))
+        *others, with_dbias = arguments
+        dbias = torch.ones(1, 4, 9, 16) if with_dbias else None  # rows of 16 bytes
+        return (*gradients(*others), torch.ones(4), dbias)
 
     library = library_double(
         forward=None, backward=None, forward_with_scores=recorder, backward_with_scores=backward
@@ -514,23 +528,31 @@ def test_the_operators_of_calls_that_change_scores_get_what_changes_them():
     out, lse, max_logit = found.launch.forward(tensors)
     assert recorder.descales[:3] == (None,) * 3
     assert recorder.descales[3] is tensors.sinks and recorder.descales[4] is tensors.alibi_slopes
-    assert recorder.descales[5] is max_logit and out.shape == (2, 9, 4, 20)
+    assert recorder.descales[5] is None and recorder.descales[6] is max_logit
+    assert out.shape == (2, 9, 4, 20)
     assert max_logit.tolist() == [-math.inf] * 4 and max_logit.dtype == torch.float32
     out = plan(tensors, backend).launch.forward(tensors)[0]
-    assert recorder.descales[5] is None
+    assert recorder.descales[6] is None
     launch = plan(tensors, backend).launch
     *sides, dsinks, dbias = launch.backward(torch.ones_like(out), None, out, lse, tensors, False)
     assert [x.shape for x in sides] == [x.shape for x in given[:3]]
-    assert gradients.indices == (None,) * 4 + (tensors.sinks, tensors.alibi_slopes)
+    assert gradients.indices == (None,) * 4 + (tensors.sinks, tensors.alibi_slopes, None)
     assert dsinks.tolist() == [1.0] * 4 and dbias is None
     assert len(launch.backward(torch.ones_like(out), None, out, lse, tensors)) == 3
+    tensors = given._replace(bias=torch.randn(1, 4, 9, 9).half())
+    launch = plan(tensors, backend).launch
+    launch.forward(tensors)
+    read = recorder.descales[5]
+    assert torch.equal(read, tensors.bias) and read.stride(2) == 16
+    dbias = launch.backward(torch.ones_like(out), None, out, lse, tensors, True)[4]
+    assert torch.equal(dbias, torch.ones(1, 4, 9, 9)) and dbias.is_contiguous()
 
 
 def test_sinks_without_keys_have_the_gradient_of_lse():
     given = Tensors(*(torch.randn(2, n, 4, 64).half() for n in (3, 0, 0)), sinks=torch.randn(4))
 
     def backward(launch, dout, dlse, out, lse, q, k, v, *rest):
-        return q, k, v, torch.full((4,), math.nan)
+        return q, k, v, torch.full((4,), math.nan), None
 
     library = library_double(backward_with_scores=backward)
     backend = HopperBackend(library=lambda: library, only_measured=False)

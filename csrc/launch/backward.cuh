@@ -207,6 +207,7 @@ template <backward::Config kConfig>
 void launch_backward(const char* name, const BackwardParams& params, cudaStream_t stream) {
   const ForwardParams& forward = params.forward;
   if (forward.has_no_gradients()) return;
+  expect_bias(name, backward::has_bias(kConfig), forward);
   const BackwardSizes sizes = backward_sizes<kConfig>(name, forward);
   const auto args = make_backward_arguments<kConfig>(sizes, params);
   if (backward::has_bias(kConfig) && params.dbias != nullptr && num_bias_terms(forward) == 2) {

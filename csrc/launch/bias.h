@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <string>
 
 #include "backward/reduce_bias.cuh"
 #include "launch/launch.cuh"
@@ -21,8 +22,13 @@ inline CUtensorMap make_bias_map(const char* name, ElementType type, const BiasP
   return make_tensor_map(name, type, bias.data, problem.q, shape, bias.stride, box_rows);
 }
 
-// Elements of a row of the gradient of a bias, and of dS.
-constexpr int64_t bias_pitch(int64_t seqlen_k) { return (seqlen_k + 7) / 8 * 8; }
+// Throws unless the call has a bias exactly where the kernel config adds one.
+inline void expect_bias(const char* name, bool adds_bias, const ForwardParams& params) {
+  const bool given = params.bias.data != nullptr;
+  if (given == adds_bias || params.seqlen_k <= 0) return;
+  const std::string wanted = std::string(adds_bias ? "a tensor" : "none") + " for " + name;
+  expect(false, "launch", "bias", wanted, given ? "one" : "none");
+}
 
 // Work tiles of sequences that share a bias take turns, so that its tiles are read from L2: up to
 // eight, since more would read the K and V of too many. Kernels number the heads of such a call

@@ -185,6 +185,7 @@ void launch_forward(const char* name, const ForwardParams& params, cudaStream_t 
   if (params.num_heads_q <= 0 || (params.varlen && params.total_q <= 0)) return;
   check_problem<kConfig>(name, params);
   expect_scores_of<kConfig>(name, params);
+  expect_bias(name, kConfig.term == ScoreTerm::kBias, params);
   if (params.varlen) launch_varlen_forward(params, forward_tile_shape<kConfig>(params), stream);
   if (params.batch <= 0 || params.seqlen_q <= 0) return;
   const auto args = make_forward_arguments<kConfig>(params);

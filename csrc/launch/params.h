@@ -187,6 +187,9 @@ struct BackwardParams {
   void* dsinks = nullptr;  // as forward.sinks, of its type; null: not written
 };
 
+// Elements of a row of the gradient of a bias, and of ds.
+constexpr int64_t bias_pitch(int64_t seqlen_k) { return (seqlen_k + 7) / 8 * 8; }
+
 // Sequences and heads that share each element of the bias.
 inline int64_t num_bias_terms(const ForwardParams& params) {
   return int64_t{params.bias.one_sequence ? params.batch : 1} *

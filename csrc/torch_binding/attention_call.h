@@ -1,6 +1,6 @@
 // Shared by the forward and backward operators and the autograd node: the tensors of a call, their
 // checks, the ForwardParams built from them and a prepared launch, and the two passes.
-// forward_op.cpp defines all but the backward pass.
+// forward_op.cpp and score_tensors.cpp define all but the backward pass.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -57,14 +57,16 @@ Shape lse_shape(const AttentionProblem& problem);
 
 // The tensors that change scores, where a call has one: FLASHATTN3_SCORES.
 //   sinks: (num_heads_q), float32 or 16 bits. alibi_slopes: float32, (num_heads_q) or (batch,
-//   num_heads_q). Dense along their heads.
-#define FLASHATTN3_SCORES "Tensor? sinks, Tensor? alibi_slopes"
+//   num_heads_q). Dense along their heads. bias: of q's dtype, (batch or 1, num_heads_q or 1,
+//   seqlen_q, seqlen_k), as TMA reads it.
+#define FLASHATTN3_SCORES "Tensor? sinks, Tensor? alibi_slopes, Tensor? bias"
 struct ScoreTensors {
-  std::optional<Tensor> sinks, alibi_slopes;
+  std::optional<Tensor> sinks, alibi_slopes, bias;
 
   static ScoreTensors take(Arguments& arguments) {
     return {.sinks = arguments.take<std::optional<Tensor>>(),
-            .alibi_slopes = arguments.take<std::optional<Tensor>>()};
+            .alibi_slopes = arguments.take<std::optional<Tensor>>(),
+            .bias = arguments.take<std::optional<Tensor>>()};
   }
 };
 
@@ -126,11 +128,13 @@ struct BackwardCall {
   CallTensors tensors;
   ScoreTensors scores;
   std::optional<Tensor> dsinks;  // as the sinks; the call writes it
+  bool with_dbias = false;       // whether the bias needs a gradient
 };
 
 // In the axes of q, k and v, as new_rows allocates them.
 struct Gradients {
   Tensor dq, dk, dv;
+  std::optional<Tensor> dbias;  // (.., seqlen_k rounded up to a multiple of 8), else as the bias
 };
 
 // From a prepared launch and the tensors of a call to new results, on torch's current stream of the

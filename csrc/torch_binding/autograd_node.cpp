@@ -152,7 +152,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
                                         .k = in_aligned_rows(k),
                                         .v = in_aligned_rows(v),
                                         .bhsd = kept->bhsd}};
-    const auto [dq, dk, dv] = run_backward("backward", kept->backward, call);
+    const auto [dq, dk, dv, dbias] = run_backward("backward", kept->backward, call);
     return return_results(stack, std::tuple(dq, dk, dv));
   }
   const auto [dq, dk, dv] =

@@ -72,7 +72,7 @@ void clear(const Tensor& tensor, cudaStream_t stream) {
 // Rows of gradients that belong to no sequence become 0: with varlen by the launch.
 void run(const BackwardKernel& kernel, const AttentionProblem& problem, const BackwardCall& call,
          const Gradients& gradients, int device) {
-  const auto& [dq, dk, dv] = gradients;
+  const auto& [dq, dk, dv, dbias] = gradients;
   const bool varlen = problem.varlen;
   const Axes& axes = axes_of(problem, call.tensors.bhsd);
   const cudaStream_t stream = current_stream(device);
@@ -96,8 +96,18 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
   params.forward.v_stride = row_strides(call.tensors.v, axes);
   set_scores(params.forward, call.scores);
   if (call.dsinks) params.dsinks = call.dsinks->data_ptr();
+  std::optional<Tensor> ds;
+  if (dbias) {
+    params.dbias = dbias->data_ptr();
+    if (num_bias_terms(params.forward) > 2) {
+      ds = new_tensor<4>({problem.batch, problem.num_heads_q, problem.seqlen_q, dbias->size(3)},
+                         dtype_of(*dbias), device);
+      params.ds = ds->data_ptr();
+    }
+  }
   if (problem.has_no_gradients() || (!varlen && call.tensors.shortened())) {
     for (const Tensor* gradient : {&dq, &dk, &dv}) clear(*gradient, stream);
+    if (dbias) clear(*dbias, stream);
   }
   kernel.launch(kernel.info.name, params, stream);
 }
@@ -107,24 +117,26 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor launch = arguments.take<Tensor>();
   const BackwardCall call = take_call(arguments);
-  const auto [dq, dk, dv] =
+  const auto [dq, dk, dv, dbias] =
       run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
   return_results(stack, std::tuple(dq, dk, dv));
 }
 
-// dsinks: None without sinks.
+// dsinks: None without sinks. dbias: None unless with_dbias; its rows are longer than the bias's
+// where seqlen_k is no multiple of 8.
 void backward_with_scores(StableIValue* stack, uint64_t, uint64_t) {
   constexpr char kName[] = "backward_with_scores";
   Arguments arguments(stack);
   const Tensor launch = arguments.take<Tensor>();
   BackwardCall call = take_call(arguments);
   call.scores = ScoreTensors::take(arguments);
+  call.with_dbias = arguments.take<bool>();
   if (const auto& sinks = call.scores.sinks) {
     call.dsinks = new_tensor<1>({sinks->numel()}, dtype_of(*sinks), sinks->get_device_index());
   }
-  const auto [dq, dk, dv] =
+  const auto [dq, dk, dv, dbias] =
       run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
-  return_results(stack, std::tuple(dq, dk, dv, call.dsinks));
+  return_results(stack, std::tuple(dq, dk, dv, call.dsinks, dbias));
 }
 
 void backward_into(StableIValue* stack, uint64_t, uint64_t) {
@@ -157,10 +169,16 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
     return new_rows(problem, axes_of(problem, call.tensors.bhsd), tokens, heads, columns, dtype,
                     device);
   };
+  std::optional<Tensor> dbias;
+  if (const auto& bias = call.scores.bias; bias && call.with_dbias) {
+    const int64_t row = bias_pitch(problem.seqlen_k);
+    dbias = new_tensor<4>({bias->size(0), bias->size(1), bias->size(2), row}, dtype, device);
+  }
   const Gradients gradients{
       .dq = gradient_of(problem.total_q, problem.num_heads_q, problem.head_dim),
       .dk = gradient_of(problem.total_k, problem.num_heads_kv, problem.head_dim),
-      .dv = gradient_of(problem.total_k, problem.num_heads_kv, problem.head_dim_v)};
+      .dv = gradient_of(problem.total_k, problem.num_heads_kv, problem.head_dim_v),
+      .dbias = dbias};
   run(backward_kernel(launch.config), problem, call, gradients, device);
   return gradients;
 }
@@ -170,7 +188,8 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("backward(" FA3_CALL ") -> (Tensor dq, Tensor dk, Tensor dv)");
   library.def("backward_with_scores(" FA3_CALL ", " FLASHATTN3_SCORES
-              ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks)");
+              ", bool with_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks, Tensor? "
+              "dbias)");
   library.def("backward_into(" FA3_CALL ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
 }
 

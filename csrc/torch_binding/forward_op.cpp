@@ -132,38 +132,6 @@ void check_results(const char* function, const AttentionProblem& problem, const 
   expect(lse.is_contiguous(), function, "lse", "contiguous", "another layout");
 }
 
-void check_scores(const char* function, const AttentionProblem& problem, const ScoreTensors& scores,
-                  int device) {
-  const int64_t heads = problem.num_heads_q, batch = problem.batch;
-  if (const auto& sinks = scores.sinks) {
-    expect_shape(function, "sinks", *sinks, {1, {heads}});
-    expect_on_gpu(function, "sinks.device", *sinks, device, "the GPU of q");
-    expect(heads == 1 || sinks->stride(0) == 1, function, "sinks.stride(-1)", 1, sinks->stride(0));
-  }
-  if (const auto& slopes = scores.alibi_slopes) {
-    const bool of_batch = slopes->dim() == 2;
-    expect_shape(function, "alibi_slopes", *slopes,
-                 of_batch ? Shape{2, {batch, heads}} : Shape{1, {heads}});
-    expect_on_gpu(function, "alibi_slopes.device", *slopes, device, "the GPU of q");
-    const int64_t stride = slopes->stride(of_batch);
-    expect(heads == 1 || stride == 1, function, "alibi_slopes.stride(-1)", 1, stride);
-  }
-}
-
-void set_scores(ForwardParams& params, const ScoreTensors& scores) {
-  if (const auto& sinks = scores.sinks) {
-    const int32_t dtype = dtype_of(*sinks);
-    params.sinks = sinks->data_ptr();
-    params.sink_type = dtype == aoti_torch_dtype_float16()    ? SinkType::kFloat16
-                       : dtype == aoti_torch_dtype_bfloat16() ? SinkType::kBFloat16
-                                                              : SinkType::kFloat32;
-  }
-  if (const auto& slopes = scores.alibi_slopes) {
-    params.alibi_slopes = static_cast<const float*>(slopes->data_ptr());
-    params.alibi_batch = slopes->dim() == 2 ? slopes->stride(0) : 0;
-  }
-}
-
 Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
                 int64_t columns, int32_t dtype, int device) {
   const int64_t whole = (columns + 7) / 8 * 8, row = heads * whole;

@@ -102,7 +102,7 @@ std::tuple<Optional, Optional, Optional> run(int64_t options, const Tensor& dout
                           .out = rows_of(out, kBshd, varlen),
                           .lse = varlen ? view_of(lse, sizes, strides) : lse,
                           .tensors = in_rows(given, *kept)};
-  const auto [dq, dk, dv] = run_backward("backward_kept", kept->backward, call);
+  const auto [dq, dk, dv, dbias] = run_backward("backward_kept", kept->backward, call);
   return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
           batch_of(dv, batch, axes, varlen)};
 }

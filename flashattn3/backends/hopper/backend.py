@@ -32,6 +32,7 @@ from .decode_launch import (
     unfit_reason,
 )
 from .kernel_configs import (
+    BIAS,
     LARGEST,
     MAX_HEAD_DIM,
     NO_TERM,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
+LARGEST_WITH_BIAS = 128  # head dim
 # Every DECODE_TILE_ROWS packed rows read the keys again, and 16 rows have kernels of their own.
 PACKED = packed.Limits(few=16, most=256)
 
@@ -260,8 +262,19 @@ def _as_cached(problem: Problem) -> DecodeProblem:
 
 def score_reason(problem: Problem) -> str | None:
     """Why no kernel computes what happens to a problem's scores, or None."""
+    others = {
+        "alibi_slopes": problem.slopes,
+        "return_max_logit": problem.return_max_logit,
+        "softcap": problem.score_scale.is_capped,
+    }
     if problem.bias is not None:
-        return "has no kernel for bias"
+        beside = next((name for name, given in others.items() if given), None)
+        if beside is not None:
+            return f"has no kernel for bias and {beside} together"
+        if problem.dtype in EIGHT_BIT:
+            return "has no kernel of 8 bits for bias"
+        if max(problem.head_dim, problem.head_dim_v) > LARGEST_WITH_BIAS:
+            return f"takes a bias up to head_dim {LARGEST_WITH_BIAS}"
     if problem.dtype in EIGHT_BIT and _term(problem):
         option = "alibi_slopes" if problem.slopes else "return_max_logit"
         return f"has no kernel of 8 bits for {option}"
@@ -272,6 +285,8 @@ def _term(problem: Problem, gradient: bool = False) -> str:
     """The term of the config of a problem's kernel, or of its gradient's."""
     if problem.return_max_logit and not gradient:
         return LARGEST
+    if problem.bias is not None:
+        return BIAS
     return SLOPES if problem.slopes else NO_TERM
 
 

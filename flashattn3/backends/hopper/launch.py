@@ -113,13 +113,19 @@ def _with_scores(problem: Problem, library: Library, handle: Tensor) -> Callable
 
     def run(tensors: Tensors, q, k, v, *descales) -> tuple[Tensor, ...]:
         of_call = q, k, v, *tensors[3:NUM_TENSORS], *descales
-        scores = tensors.sinks, tensors.alibi_slopes
+        scores = _scores_of(tensors)
         if not largest:
             return operator(handle, *of_call, *scores, None)
         max_logit = q.new_full((problem.num_heads_q,), -inf, dtype=torch.float32)
         return *operator(handle, *of_call, *scores, max_logit), max_logit
 
     return run
+
+
+def _scores_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """The tensors that change scores, as kernels read them."""
+    bias = tensors.bias
+    return tensors.sinks, tensors.alibi_slopes, None if bias is None else _in_whole_rows(bias)
 
 
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
@@ -168,7 +174,7 @@ def prepare_backward(
     launch: HopperLaunch, library: Library
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv), and of
-    calls that change scores dsinks and None too."""
+    calls that change scores dsinks and dbias too."""
     problem, copied, operator = launch.problem, launch.config.copied, library.backward
     changes, with_scores = bool(problem.score_options), library.backward_with_scores
     sparse = bool(problem.copied)
@@ -181,22 +187,24 @@ def prepare_backward(
     def run(dout, dlse, out, lse, tensors, *with_dbias):
         if sparse:
             tensors = with_dense_rows(problem, tensors)
-        scores = tensors.sinks, tensors.alibi_slopes
+        scores = _scores_of(tensors) if changes else ()
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
         of_call = handle, dout, dlse, out, lse, *tensors[:NUM_TENSORS]
-        dsinks = ()
+        of_scores = ()
         if changes:
-            *results, dsinks = with_scores(*of_call, *scores)
+            *results, dsinks, dbias = with_scores(*of_call, *scores, any(with_dbias))
             if dsinks is not None and no_keys:
                 dsinks = _gradient_without_keys(dsinks, dlse, lse)
-            dsinks = (dsinks, None) if with_dbias else ()
+            if dbias is not None:
+                dbias = dbias[..., : problem.seqlen_k].contiguous()
+            of_scores = (dsinks, dbias) if with_dbias else ()
         else:
             results = operator(*of_call)
         if not whole_rows:
             results = (x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))
-        return (*results, *dsinks)
+        return (*results, *of_scores)
 
     return run
 
@@ -234,7 +242,7 @@ def _copied(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 
 
 def _in_whole_rows(tensor: Tensor) -> Tensor:
-    """dout or out (16 bits) itself if the kernels can read it, else an aligned copy."""
+    """dout, out or bias (16 bits) itself if the kernels can read it, else an aligned copy."""
     fits = tensor.is_contiguous() and tensor.shape[-1] % OUT_ALIGNMENT == 0
     if not fits:
         *strides, last = tensor.stride()
