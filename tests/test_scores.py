@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import BACKEND_DTYPES, EVERY_BACKEND, TRITON_DTYPES, forward_holds, gradients_hold
+from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU, TRITON_DTYPES, forward_holds, gradients_hold
 from hypothesis import given
 from support.strategies import random_score_cases
 from test_random import CHUNKS, DTYPES, HEAD_DIMS, MAX_SEQLEN, of_chunk
@@ -46,6 +46,10 @@ CASES = (
 # The reference backend computes float16 as it does bfloat16.
 DTYPES_HERE = [of for of in BACKEND_DTYPES if of.values != ("reference", torch.float16)]
 
+# Of many kernels, Triton's interpreter takes 5 to 15 s.
+INTERPRETED = pytest.param("triton", marks=() if GPU else pytest.mark.slow)
+SLOWLY = (EVERY_BACKEND[0], INTERPRETED, "reference")
+
 
 def holds(case, tensors, backend) -> str | None:
     """Forward and backward; the sentence of a backend without a kernel. Hopper's kernels with a
@@ -70,7 +74,7 @@ def test_scores(case, backend, dtype, device, poisoned_memory):
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("backend", SLOWLY)
 def test_random_scores(backend, chunk, device, poisoned_memory):
     dtypes, declined = DTYPES[backend], []
 
@@ -180,7 +184,7 @@ def test_explain_says_what_changes_scores():
     assert not scores.keys() & flashattn3.explain(*sides, backend="reference").config.keys()
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("backend", SLOWLY)
 def test_strides_of_a_bias(backend, device):
     """Expanded along any axis, one element off its alignment, and keys before queries."""
     dtype = {"reference": torch.float32, "triton": TRITON_DTYPES[0]}.get(backend, torch.bfloat16)
