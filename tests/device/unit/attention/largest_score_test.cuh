@@ -36,7 +36,7 @@ inline void check_take(Result& result) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
   for (const float shift : {0.f, -30.f, 20.f}) {
-    for (const float known : {-INFINITY, -1.f, 100.f}) {
+    for (const float known : {-INFINITY, -1.f, 40.f}) {
       std::vector<float> scores(16 * kN);
       for (float& x : scores) x = shift + normal(random);
       scores[3] = scores[70] = -INFINITY;  // masked
