@@ -42,6 +42,8 @@ from .report import Results, summary
 from .robot_suite import SUITE as ROBOT
 from .robot_suite import TIMES, run_robot
 from .runner import Record, Settings, run_cell
+from .scores_suite import SUITE as SCORES
+from .scores_suite import run_scores
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_varlen
 
@@ -72,6 +74,7 @@ INAPPLICABLE = {
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
     DISTRIBUTIONS: ("direction", "dtype", "baselines"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
+    SCORES: ("baselines",),
     "varlen": ("head_dim", "seqlen", "baselines"),
     LADDER: ("baselines",),
     SPARSE: ("head_dim", "seqlen", "baselines", "backend"),
@@ -187,7 +190,7 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     baselines = ("fa2", "cudnn") if on_gpu else ("fa2",) if suite == "host" else ("math",)
-    if suite in ("deterministic", "captured"):
+    if suite in ("deterministic", "captured", SCORES):
         baselines = ()
     elif suite == LADDER:
         baselines = RUNGS
@@ -262,6 +265,8 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
     if suite == LADDER:
         return [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
+    if suite == SCORES:
+        return [lambda cell=cell: run_scores(cell, settings) for cell in chosen]
     if suite == ROBOT:
         return [lambda of=of: run_robot(*of, settings) for of in product(chosen, TIMES)]
     if suite == FEW_QUERIES:

@@ -63,6 +63,10 @@ MEASURES = {
     **dict.fromkeys(
         ("robot", "few-queries"), (Measure("us", lambda record: record["median_ms"] * 1e3),)
     ),
+    "scores": (
+        Measure("us", lambda record: record["median_ms"] * 1e3),
+        Measure("time in % of the call without", lambda r: 100 / r["speed_ratio"].get(OURS, 1)),
+    ),
     "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
     "latency": (

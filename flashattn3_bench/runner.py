@@ -80,7 +80,7 @@ def run_cell(cell: Cell, settings: Settings, clock: Clock | None = None) -> list
     return [
         {
             **description(cell, name, settings),
-            **_outcome(cell, name, timings, refused),
+            **outcome(cell, name, timings, refused),
             **plans.get(name, {}),
         }
         for name in settings.providers
@@ -123,7 +123,7 @@ def _plan(cell: Cell, inputs: Inputs) -> Record:
     return {"backend": explained.backend, "config": explained.config}
 
 
-def _outcome(
+def outcome(
     cell: Cell, name: str, timings: dict[str, Timing], refused: dict[str, tuple[str, str]]
 ) -> Record:
     if name in refused:

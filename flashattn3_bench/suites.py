@@ -13,10 +13,12 @@ from .checking import (
     OTHER_DIMS,
     PAPER_GRID,
     ROBOT_SHAPES,
+    SCORE_SHAPES,
     Case,
 )
 
 DIRECTIONS = ("fwd", "bwd")
+SCORES = "scores"
 CASES = {
     "grid": PAPER_GRID,
     "dims": OTHER_DIMS,
@@ -28,13 +30,19 @@ CASES = {
     "deterministic": PAPER_GRID,
     "captured": PAPER_GRID,
     "fp8": PAPER_GRID,
+    SCORES: SCORE_SHAPES,
     "ladder": tuple(
         replace(case, layout="bhsd")
         for case in PAPER_GRID
         if case.head_dim <= 128 and case.seqlen_k >= 1024
     ),
 }
-BY_NAME = ("shapes", "robot", "few-queries")  # suites in which a row of the table is one case
+BY_NAME = (
+    "shapes",
+    "robot",
+    "few-queries",
+    SCORES,
+)  # suites in which a row of the table is one case
 BY_HEADS = ("dims", "gqa")  # suites whose rows always name the heads; else grouped ones do
 
 
@@ -67,10 +75,16 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """As the papers count: two products forward, five backward, half of them if causal."""
+        """As the papers count: two products forward, five backward, half of them if causal, and
+        with a window of causal calls those of visible scores."""
         case = self.case
-        products = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k
-        forward = 2 * products * (case.head_dim + case.head_dim_v) / (2 if case.causal else 1)
+        scores = case.seqlen_q * case.seqlen_k / (2 if case.causal else 1)
+        left = case.window[0]
+        if case.causal and left >= 0:
+            seen = min(left + 1, case.seqlen_q)
+            scores = seen * (case.seqlen_q - (seen - 1) / 2)
+        products = case.batch * case.num_heads_q * scores
+        forward = 2 * products * (case.head_dim + case.head_dim_v)
         return forward * (2.5 if self.direction == "bwd" else 1.0)
 
 

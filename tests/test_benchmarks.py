@@ -25,6 +25,7 @@ from flashattn3_bench import (
     providers,
     quantize_suite,
     robot_suite,
+    scores_suite,
     timing,
 )
 from flashattn3_bench.accuracy_suite import accuracy_cases, findings
@@ -58,7 +59,7 @@ from flashattn3_bench.providers import (
 )
 from flashattn3_bench.report import geometric_means, ratios, summary
 from flashattn3_bench.runner import Settings
-from flashattn3_bench.suites import CASES, Cell, cells
+from flashattn3_bench.suites import CASES, DIRECTIONS, Cell, cells
 
 CPU = torch.device("cpu")
 SMALL = Case("small", 2, 48, 80, 4, 2, 16, 24)
@@ -560,6 +561,27 @@ def test_few_queries_are_compared_with_the_cached_call():
         records = few_queries_suite.run_few_queries(cell, time, settings)
         assert [r["provider"] for r in records] == [*own, "math"]
         assert all((r["status"], r["column"]) == ("ok", time) for r in records)
+
+
+def test_options_that_change_scores_are_compared_with_the_call_without():
+    settings = Settings(CPU, torch.float32, (), 2, 0.1)
+    for direction in DIRECTIONS:
+        cell = next(x for x in cells("scores", [direction], quick=True) if x.case.bias)
+        records = scores_suite.run_scores(cell, settings)
+        assert [r["provider"] for r in records] == list(scores_suite.providers_of(cell))
+        assert all(r["status"] == "ok" for r in records), records
+        assert all(OURS in r["speed_ratio"] for r in records[1:])
+
+
+def test_a_wrong_result_of_an_option_is_not_timed(monkeypatch):
+    func = scores_suite.flashattn3.flash_attn_func
+    without = lambda q, k, v, sinks=None, **options: func(q, k, v, **options)  # noqa: E731
+    monkeypatch.setattr(scores_suite.flashattn3, "flash_attn_func", without)
+    cell = cells("scores", ["fwd"], quick=True)[0]
+    records = scores_suite.run_scores(cell, Settings(CPU, torch.float32, (), 2, 0.1))
+    assert {r["provider"]: r["status"] for r in records if r["status"] != "ok"} == {
+        "sinks": "FAILED"
+    }
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

@@ -11,6 +11,7 @@ from .cases import (
     OTHER_DIMS,
     PAPER_GRID,
     ROBOT_SHAPES,
+    SCORE_SHAPES,
     Case,
     call,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "OTHER_DIMS",
     "PAPER_GRID",
     "ROBOT_SHAPES",
+    "SCORE_SHAPES",
     "Case",
     "attention",
     "call",

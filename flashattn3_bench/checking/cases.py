@@ -388,3 +388,29 @@ NAMED_SHAPES: tuple[Case, ...] = (
     dense("long-32k", (32768, 32768), heads=(64, 8), dims=(128, 128), batch=1, causal=True),
     *MODEL_SHAPES,
 )
+
+# Calls whose scores change: of the grid, a bias that sequences share, windows of grouped heads, and
+# the pairs of a protein model, whose rows share a bias.
+SCORE_SHAPES: tuple[Case, ...] = (
+    *(
+        case
+        for case in PAPER_GRID
+        if case.head_dim <= 128 and case.seqlen_k in (512, 2048, 8192)
+    ),
+    *(
+        dense(f"d{d}-full-2x4096-bias", (4096, 4096), (n, n), (d, d), bias="rows")
+        for d, n in ((64, 32), (128, 16))
+    ),
+    *(
+        dense(
+            f"d64-window{window}-{n}-h64-8", (n, n), (64, 8), (64, 64), batch=1, causal=True,
+            window=(window - 1, -1),
+        )
+        for window in (128, 1024)
+        for n in (4096, 32768)
+    ),
+    *(
+        dense(f"d32-pairs-{n}-bias", (n, n), (4, 4), (32, 32), batch=n, bias="rows")
+        for n in (256, 384, 768)
+    ),
+)  # fmt: skip

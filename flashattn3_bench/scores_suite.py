@@ -1,0 +1,101 @@
+"""What an option that changes scores costs: our call with it, in turn with the call without."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashattn3
+from flashattn3.call.operands import Tensors
+
+from .checking import FORWARD_FACTOR, GRADIENT_FACTOR, attention, check, gradients
+from .inputs import RESULTS, Call, Inputs, make_inputs
+from .providers import OURS
+from .runner import FAILED, Record, Settings, description, first_line, outcome
+from .suites import SCORES, Cell
+from .timing import interleave, make_clock
+
+SUITE = SCORES
+SINKS, SLOPES, BIAS, LARGEST = "sinks", "slopes", "bias", "max logit"
+# The argument of each, under the name that it has among the tensors of a call.
+TENSOR_OF = {SINKS: "sinks", SLOPES: "alibi_slopes", BIAS: "bias"}
+
+
+def providers_of(cell: Cell) -> tuple[str, ...]:
+    """The call without options comes first. The largest score has no backward, and a bias is as
+    large as all scores, so only cases that name it have one."""
+    largest = (LARGEST,) if cell.direction == "fwd" else ()
+    return (OURS, SINKS, SLOPES, *largest, *((BIAS,) if cell.case.bias else ()))
+
+
+def run_scores(cell: Cell, settings: Settings) -> list[Record]:
+    """A record for each of ``providers_of``."""
+    inputs = make_inputs(cell.case, settings.device, settings.dtype)
+    calls: dict[str, Call] = {}
+    refused: dict[str, tuple[str, str]] = {}
+    for name in providers_of(cell):
+        given = _given(name, inputs)
+        try:
+            call = _prepared(cell, inputs, given, return_max_logit=name == LARGEST)
+            _check(cell, name, inputs, given, call())
+            calls[name] = call
+        except Exception as error:  # whatever it is, the other providers and cells go on
+            refused[name] = (FAILED, first_line(error))
+    clock = make_clock(settings.device, inputs.num_bytes)
+    timings = interleave(calls, clock, settings.rounds, settings.round_ms)
+    return [
+        {**description(cell, name, settings), **outcome(cell, name, timings, refused)}
+        for name in providers_of(cell)
+    ]
+
+
+def _given(name: str, inputs: Inputs) -> dict[str, Tensor]:
+    """The tensor of an option: normal sinks and bias, and the slopes of the ALiBi paper."""
+    (_, seqlen_q, heads, _), seqlen_k = inputs.q.shape, inputs.k.shape[1]
+    generator = torch.Generator(inputs.q.device).manual_seed(1)
+    normal = partial(torch.randn, generator=generator, device=inputs.q.device)
+    if name == SINKS:
+        return {TENSOR_OF[name]: normal(heads)}
+    if name == SLOPES:
+        exponents = torch.arange(1, heads + 1, device=inputs.q.device) * (-8 / heads)
+        return {TENSOR_OF[name]: torch.exp2(exponents)}
+    if name == BIAS:
+        return {TENSOR_OF[name]: normal(1, heads, seqlen_q, seqlen_k, dtype=inputs.q.dtype)}
+    return {}
+
+
+def _prepared(cell: Cell, inputs: Inputs, given: dict[str, Tensor], **more: Any) -> Call:
+    """The work to time, as ``inputs.prepare`` has it; a bias and sinks have their gradients too."""
+    q, k, v, dout = inputs
+    options = {"causal": cell.case.causal, "window_size": cell.case.window, **more}
+    if cell.direction == "fwd":
+        attend = partial(flashattn3.flash_attn_func, q, k, v, **options, **given)
+        return lambda: (attend()[0] if more["return_max_logit"] else attend(),)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    given = {n: x.requires_grad_(n != TENSOR_OF[SLOPES]) for n, x in given.items()}
+    out = flashattn3.flash_attn_func(*leaves, **options, **given)
+    leaves += [x for x in given.values() if x.requires_grad]
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def _check(
+    cell: Cell, name: str, inputs: Inputs, given: dict[str, Tensor], results: tuple[Tensor, ...]
+) -> None:
+    """AssertionError if a result of the last sequence and head breaks the tolerance rule."""
+    last = slice(-1, None)
+    q, k, v, dout = (x[last, :, last] for x in inputs)
+    of_head = {n: (x[:, last] if n == "bias" else x[last]).detach() for n, x in given.items()}
+    tensors, options = Tensors(q, k, v, **of_head), cell.case.reference_options()
+    expected = []
+    for dtype in (torch.float64, q.dtype):
+        if cell.direction == "fwd":
+            with torch.no_grad():
+                expected.append(attention(tensors, **options, dtype=dtype)[:1])
+        else:
+            expected.append(gradients(tensors, dout, **options, dtype=dtype)[:3])
+    factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
+    for of, got, *wanted in zip(RESULTS[cell.direction], results, *expected, strict=False):
+        check(of, got[last, :, last], *wanted, factor, cell.case.name, name)
