@@ -110,8 +110,8 @@ def workspace_bytes(rows, columns, semaphores, part_heads, sums=0, warps=0, floa
     partial sums of dk and dv, one less than the parts of each tile and KV head, of so many warps
     with a state each, and so many floats.
     """
-    # dq_semaphore, tile_semaphore, tiles_done, states of partial sums
-    counters = semaphores * rows // 64 + 1 + part_heads + sums * warps
+    # dq_semaphore, parts of dsinks, tile_semaphore, tiles_done, states of partial sums
+    counters = (semaphores + 1) * rows // 64 + 1 + part_heads + sums * warps
     return -(-4 * (rows * (columns + 2) + counters) // 16) * 16 + sums * floats * 4
 
 

@@ -68,10 +68,7 @@ CHOICES = [
     ({"seqlen_q": 300, "d": 192, "dv": 128}, MANY),
     ({"seqlen_q": 300, "options": {"num_splits": 1, "softcap": 3.0, "sm_margin": 8}}, MANY),
     ({"seqlen_q": 300, "options": {"causal": True, "window_left": 99}}, MANY),
-    (
-        {"seqlen_q": 300, "sinks": floats(32), "options": NAMED},
-        "decode: forward kernels take no sinks",
-    ),
+    ({"seqlen_q": 300, "sinks": floats(32), "options": NAMED}, MANY),
     (
         {"seqlen_q": 300, "k_descale": DESCALE, "options": NAMED},
         "decode: forward kernels take no k_descale",
@@ -284,6 +281,7 @@ CHUNKS = (
     CacheCase("every-option", (700, 300, 400), (3, 300, 90), page_size=16, others=2,
               leftpad=(30, 0, 320), layout="hnd",
               options={"causal": True, "window_size": (60, 0), "softcap": 3.0}),
+    CacheCase("sinks", LONG, 64, page_size=16, sinks=True, **G8, options=CAUSAL),
 )  # fmt: skip
 # Rows at odd distances, which the Hopper backend does not take: loads of single elements.
 ODD_STRIDES = tuple(
@@ -293,7 +291,6 @@ ODD_STRIDES = tuple(
 )  # fmt: skip
 # Only decode kernels take these, at any number of rows.
 DECODE_CHUNKS = (
-    CacheCase("sinks", LONG, 64, page_size=16, sinks=True, **G8, options=CAUSAL),
     CacheCase("descales", (700, 300), (300, 64), page_size=16, descales=True, options=CAUSAL),
 )
 CHUNK_BACKENDS = (

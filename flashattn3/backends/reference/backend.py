@@ -27,6 +27,7 @@ from torch import Tensor
 from ...call.cached import AppendProblem, CacheProblem, CombineProblem
 from ...call.fields import HINTS
 from ...call.operands import Scaled, Tensors, data_of, lengths_of_k, lengths_of_q
+from ...masks.block_lists import BLOCK_ROWS
 from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
 from .cached import ReferenceCachedCall
@@ -104,6 +105,9 @@ class ReferenceBackend:
 
     def configure(self, problem: Problem, device: DeviceInfo) -> ReferenceConfig:
         scores, largest = _CPU_BUDGET if device.kind == "cpu" else _GPU_BUDGET
+        if problem.mask is not None:
+            # A tile within a block of queries sees no NaN of keys that this block does not see.
+            largest = min(largest, BLOCK_ROWS)
         config = ReferenceConfig(largest, _BLOCK_N, scores)
         batch = 1 if problem.varlen else problem.batch
         block_m = config.queries(batch * problem.num_heads_q)
