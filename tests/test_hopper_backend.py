@@ -546,8 +546,10 @@ def test_the_operators_of_calls_that_change_scores_get_what_changes_them():
     assert torch.equal(dbias, torch.ones(1, 4, 9, 9)) and dbias.is_contiguous()
 
 
-def test_sinks_without_keys_have_the_gradient_of_lse():
-    given = Tensors(*(torch.randn(2, n, 4, 64).half() for n in (3, 0, 0)), sinks=torch.randn(4))
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 3, 0), (2, 0, 3), (0, 3, 3)])
+def test_sinks_without_scores_have_the_gradient_of_lse(batch, queries, keys):
+    rows = (torch.randn(batch, n, 4, 64).half() for n in (queries, keys, keys))
+    given = Tensors(*rows, sinks=torch.randn(4))
 
     def backward(launch, dout, dlse, out, lse, q, k, v, *rest):
         return q, k, v, torch.full((4,), math.nan), None
@@ -555,9 +557,9 @@ def test_sinks_without_keys_have_the_gradient_of_lse():
     library = library_double(backward_with_scores=backward)
     backend = HopperBackend(library=lambda: library, only_measured=False)
     launch = plan(given, backend).launch
-    out, lse = torch.zeros(2, 3, 4, 64).half(), torch.randn(2, 4, 3)
-    dlse = torch.randn(2, 4, 3)
-    lse[1, 2, 0] = -math.inf  # a row of no sequence
+    out, lse = torch.zeros(batch, queries, 4, 64).half(), torch.randn(batch, 4, queries)
+    dlse = torch.randn(batch, 4, queries)
+    lse[1:, 2, :1] = -math.inf  # a row of no sequence
     dsinks = launch.backward(out, dlse, out, lse, given, False)[3]
     wanted = dlse.masked_fill(lse.isinf(), 0).sum((0, 2))
     torch.testing.assert_close(dsinks, wanted)

@@ -26,6 +26,8 @@ CASES = (
     dense("sinks-own-gqa", (40, 40), (8, 2), sinks="own", window=(9, 0)),
     dense("sinks-mixed", (40, 33), (4, 4), causal=True, sinks="mixed", softcap=4.0),
     dense("sinks-no-keys", (5, 0), sinks="mixed"),
+    dense("sinks-no-queries", (0, 5), sinks="mixed"),
+    dense("sinks-bias-no-batch", (5, 5), batch=0, sinks="normal", bias="shared"),
     dense("sinks-splits", (9, 300), (4, 1), sinks="mixed", num_splits=3),
     dense("slopes", (65, 97), causal=True, slopes="heads"),
     dense("slopes-batch", (97, 65), (4, 2), window=(20, 7), slopes="batch"),

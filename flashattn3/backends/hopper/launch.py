@@ -182,7 +182,8 @@ def prepare_backward(
     handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
-    no_keys = 0 in (problem.seqlen_k, problem.total_k)
+    sizes = problem.batch, problem.seqlen_q, problem.total_q, problem.seqlen_k, problem.total_k
+    no_scores = 0 in sizes  # no kernel runs
 
     def run(dout, dlse, out, lse, tensors, *with_dbias):
         if sparse:
@@ -195,9 +196,10 @@ def prepare_backward(
         of_scores = ()
         if changes:
             *results, dsinks, dbias = with_scores(*of_call, *scores, any(with_dbias))
-            if dsinks is not None and no_keys:
-                dsinks = _gradient_without_keys(dsinks, dlse, lse)
+            if dsinks is not None and no_scores:
+                dsinks = _gradient_without_scores(dsinks, dlse, lse)
             if dbias is not None:
+                dbias = dbias.zero_() if no_scores else dbias
                 dbias = dbias[..., : problem.seqlen_k].contiguous()
             of_scores = (dsinks, dbias) if with_dbias else ()
         else:
@@ -209,8 +211,8 @@ def prepare_backward(
     return run
 
 
-def _gradient_without_keys(dsinks: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
-    """That of sinks which are the lse of all rows; no kernel runs."""
+def _gradient_without_scores(dsinks: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
+    """That of sinks which are the lse of all rows, if there are rows."""
     if dlse is None:
         return dsinks.zero_()
     of_rows = dlse.where(lse.isfinite(), 0).transpose(-2, 0).flatten(1)

@@ -56,6 +56,8 @@ def prepare_dbias(problem: Problem, config: TritonConfig) -> tuple[Callable, Cal
     """Build a function that gives the memory that a kernel writes, and one that sums it up."""
     bias, sizes = problem.bias, (problem.seqlen_q, problem.seqlen_k)
     of = {"dtype": bias.dtype, "device": problem.device}
+    if problem.batch == 0:  # no kernel writes
+        return lambda: torch.zeros((bias.batch, bias.heads, *sizes), **of), lambda dbias: dbias
     if stores_ds(problem):
         blank = torch.zeros if problem.masked else torch.empty
         shape = (problem.batch, problem.num_heads_q, *sizes)
