@@ -84,11 +84,14 @@ def _prepared(cell: Cell, inputs: Inputs, given: dict[str, Tensor], **more: Any)
 def _check(
     cell: Cell, name: str, inputs: Inputs, given: dict[str, Tensor], results: tuple[Tensor, ...]
 ) -> None:
-    """AssertionError if a result of the last sequence and head breaks the tolerance rule."""
-    last = slice(-1, None)
-    q, k, v, dout = (x[last, :, last] for x in inputs)
-    of_head = {n: (x[:, last] if n == "bias" else x[last]).detach() for n, x in given.items()}
-    tensors, options = Tensors(q, k, v, **of_head), cell.case.reference_options()
+    """AssertionError if a result of the last sequence and KV head breaks the tolerance rule."""
+    last, case = slice(-1, None), cell.case
+    group = slice(-(case.num_heads_q // case.num_heads_kv), None)  # the query heads of a KV head
+    places = {"out": group, "dq": group, "dk": last, "dv": last}
+    q, dout = (x[last, :, group] for x in (inputs.q, inputs.dout))
+    k, v = (x[last, :, last] for x in (inputs.k, inputs.v))
+    of_head = {n: (x[:, group] if n == "bias" else x[group]).detach() for n, x in given.items()}
+    tensors, options = Tensors(q, k, v, **of_head), case.reference_options()
     expected = []
     for dtype in (torch.float64, q.dtype):
         if cell.direction == "fwd":
@@ -98,4 +101,4 @@ def _check(
             expected.append(gradients(tensors, dout, **options, dtype=dtype)[:3])
     factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
     for of, got, *wanted in zip(RESULTS[cell.direction], results, *expected, strict=False):
-        check(of, got[last, :, last], *wanted, factor, cell.case.name, name)
+        check(of, got[last, :, places[of]], *wanted, factor, case.name, name)

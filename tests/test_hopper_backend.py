@@ -771,8 +771,13 @@ def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypa
         torch.randn(2, 300, 4, columns, device="cuda", dtype=dtype).requires_grad_()
         for columns in (d, d, dv)
     ]
-    assert explain(*tensors, backend="hopper").config["gradient"] == kernel_config.name
-    out = flash_attn_func(*tensors, backend="hopper")
+    of_term = {
+        SLOPES: {"alibi_slopes": torch.full((4,), 0.1, device="cuda")},
+        BIAS: {"bias": torch.randn(1, 4, 300, 300, device="cuda", dtype=dtype)},
+    }
+    options = {"backend": "hopper", **of_term.get(kernel_config.term, {})}
+    assert explain(*tensors, **options).config["gradient"] == kernel_config.name
+    out = flash_attn_func(*tensors, **options)
     assert all(x.any() for x in torch.autograd.grad(out.float().square().sum(), tensors))
 
 
