@@ -165,7 +165,7 @@ def test_what_changes_scores_chooses_the_kernel():
     for changed, options, reason in (
         (with_bias._replace(alibi_slopes=slopes), {}, "has no kernel for bias and alibi_slopes"),
         (with_bias, {"return_max_logit": True}, "has no kernel for bias and return_max_logit"),
-        (with_bias, {"softcap": 5.0}, "has no kernel for bias and softcap"),
+        (with_bias, {"softcap": 5.0}, "has no kernel for bias and capped scores"),
         (wide, {}, "takes a bias up to head_dim 128"),
     ):
         assert dict(plan(changed, **options).declined)["hopper"].startswith(reason)

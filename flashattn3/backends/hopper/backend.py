@@ -265,7 +265,7 @@ def score_reason(problem: Problem) -> str | None:
     others = {
         "alibi_slopes": problem.slopes,
         "return_max_logit": problem.return_max_logit,
-        "softcap": problem.score_scale.is_capped,
+        "capped scores": problem.score_scale.is_capped,
     }
     if problem.bias is not None:
         beside = next((name for name, given in others.items() if given), None)
