@@ -189,11 +189,19 @@ def test_the_pure_build_asks_for_small_tools_alone():
     assert json.loads(requires[1]) == ["setuptools>=77"]
 
 
-@pytest.mark.parametrize("path", ["docs/backends.md", "CONTRIBUTING.md", ".ci/run"])
-def test_every_list_of_build_tools_names_the_same_versions(path):
+@pytest.mark.parametrize(
+    ("path", "setuptools"),
+    [
+        ("docs/backends.md", "'setuptools>=77'"),
+        ("CONTRIBUTING.md", "'setuptools>=77'"),
+        ("build_support/wheel.txt", "setuptools=="),  # which .ci/run installs
+    ],
+)
+def test_every_list_of_build_tools_names_the_same_versions(path, setuptools):
     text = (ROOT / path).read_text()
-    for wanted in ("'setuptools>=77'", "ninja", cutlass_headers.PINNED):
+    for wanted in (setuptools, "ninja", cutlass_headers.PINNED):
         assert wanted in text
+    assert "-r build_support/wheel.txt" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_a_build_that_is_not_known_is_refused(source, tmp_path):
