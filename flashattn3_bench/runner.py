@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -53,37 +54,54 @@ def run_cell(cell: Cell, settings: Settings, clock: Clock | None = None) -> list
     if MHA in settings.own:
         all_heads = with_all_heads(inputs)
         gate_of_all_heads = Gate(cell.with_all_heads, all_heads)
+
+    def checked(name: str) -> tuple[Call, Record]:
+        given, gate_of_given = inputs, gate
+        if name in QUANTIZED:
+            given = quantized(inputs, QUANTIZED[name])
+        elif name == MHA:
+            given, gate_of_given = all_heads, gate_of_all_heads
+        prepared = partial(prepare, PROVIDERS[name], cell, given)
+        call = captured(prepared, settings.device) if name == CAPTURED else prepared()
+        gate_of_given.check(name, call())
+        return call, _plan(cell, given) if name in (*QUANTIZED, OURS) else {}
+
+    # FP8 reads half of these bytes and is timed as the others are, whose inputs are not in L2.
+    clock = clock or make_clock(settings.device, inputs.num_bytes)
+    return run_providers(cell, settings.providers, checked, settings, clock)
+
+
+def run_providers(
+    cell: Cell,
+    providers: tuple[str, ...],
+    checked: Callable[[str], tuple[Call, Record]],
+    settings: Settings,
+    clock: Clock,
+) -> list[Record]:
+    """A record per provider, as ``run_cell`` describes it.
+
+    checked: gives the work of a provider, whose result met the rule, and what else its record has.
+    """
     calls: dict[str, Call] = {}
-    plans: dict[str, Record] = {}
+    more: dict[str, Record] = {}
     refused: dict[str, tuple[str, str]] = {}
-    for name in settings.providers:
+    for name in providers:
         try:
-            given, checked = inputs, gate
-            if name in QUANTIZED:
-                given = quantized(inputs, QUANTIZED[name])
-            elif name == MHA:
-                given, checked = all_heads, gate_of_all_heads
-            prepared = partial(prepare, PROVIDERS[name], cell, given)
-            call = captured(prepared, settings.device) if name == CAPTURED else prepared()
-            checked.check(name, call())
-            plans[name] = _plan(cell, given) if name in (*QUANTIZED, OURS) else {}
-            calls[name] = call
+            calls[name], more[name] = checked(name)
         except AssertionError as error:
             refused[name] = (FAILED, str(error))
         except torch.OutOfMemoryError:
             refused[name] = (ABSENT, "out of memory")
         except Exception as error:  # whatever it is, the other providers and cells go on
             refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
-    # FP8 reads half of these bytes and is timed as the others are, whose inputs are not in L2.
-    clock = clock or make_clock(settings.device, inputs.num_bytes)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     return [
         {
             **description(cell, name, settings),
-            **outcome(cell, name, timings, refused),
-            **plans.get(name, {}),
+            **_outcome(cell, name, timings, refused),
+            **more.get(name, {}),
         }
-        for name in settings.providers
+        for name in providers
     ]
 
 
@@ -123,7 +141,7 @@ def _plan(cell: Cell, inputs: Inputs) -> Record:
     return {"backend": explained.backend, "config": explained.config}
 
 
-def outcome(
+def _outcome(
     cell: Cell, name: str, timings: dict[str, Timing], refused: dict[str, tuple[str, str]]
 ) -> Record:
     if name in refused:

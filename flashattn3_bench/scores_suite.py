@@ -14,9 +14,9 @@ from flashattn3.call.operands import Tensors
 from .checking import FORWARD_FACTOR, GRADIENT_FACTOR, attention, check, gradients
 from .inputs import RESULTS, Call, Inputs, make_inputs
 from .providers import OURS
-from .runner import FAILED, Record, Settings, description, first_line, outcome
+from .runner import Record, Settings, run_providers
 from .suites import SCORES, Cell
-from .timing import interleave, make_clock
+from .timing import make_clock
 
 SUITE = SCORES
 SINKS, SLOPES, BIAS, LARGEST = "sinks", "slopes", "bias", "max logit"
@@ -34,22 +34,15 @@ def providers_of(cell: Cell) -> tuple[str, ...]:
 def run_scores(cell: Cell, settings: Settings) -> list[Record]:
     """A record for each of ``providers_of``."""
     inputs = make_inputs(cell.case, settings.device, settings.dtype)
-    calls: dict[str, Call] = {}
-    refused: dict[str, tuple[str, str]] = {}
-    for name in providers_of(cell):
+
+    def checked(name: str) -> tuple[Call, Record]:
         given = _given(name, inputs)
-        try:
-            call = _prepared(cell, inputs, given, return_max_logit=name == LARGEST)
-            _check(cell, name, inputs, given, call())
-            calls[name] = call
-        except Exception as error:  # whatever it is, the other providers and cells go on
-            refused[name] = (FAILED, first_line(error))
+        call = _prepared(cell, inputs, given, return_max_logit=name == LARGEST)
+        _check(cell, name, inputs, given, call())
+        return call, {}
+
     clock = make_clock(settings.device, inputs.num_bytes)
-    timings = interleave(calls, clock, settings.rounds, settings.round_ms)
-    return [
-        {**description(cell, name, settings), **outcome(cell, name, timings, refused)}
-        for name in providers_of(cell)
-    ]
+    return run_providers(cell, providers_of(cell), checked, settings, clock)
 
 
 def _given(name: str, inputs: Inputs) -> dict[str, Tensor]:
