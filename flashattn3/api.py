@@ -116,8 +116,8 @@ def _quantized(
     options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, sinks, alibi_slopes, bias, mask
 ):
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
-    lists = () if mask is None else call_tensors(options.function, mask, q, k)
-    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
+    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
+    tensors = Tensors(q, k, v, None, None, None, None, *scores)
     return attend_quantized(options, tensors, scheme, varlen=False)
 
 
@@ -161,8 +161,7 @@ def _forward(
     bias,
     mask,
 ):
-    lists = () if mask is None else call_tensors(options.function, mask, q, k)
-    scores = sinks, alibi_slopes, bias, *lists
+    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     return forward_pass(tensors, options, (q_descale, k_descale, v_descale))
 
@@ -188,8 +187,7 @@ def _backward(
     bias,
     mask,
 ):
-    lists = () if mask is None else call_tensors(options.function, mask, q, k)
-    scores = sinks, alibi_slopes, bias, *lists
+    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     return backward_pass(tensors, options, dout, out, lse, dlse, (dq, dk, dv))
 
@@ -217,8 +215,7 @@ def _explained(
     function, varlen = options.function, cu_seqlens_q is not None
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     options = options._replace(**{name: length(function, name, x) for name, x in lengths.items()})
-    lists = () if mask is None else call_tensors(options.function, mask, q, k)
-    scores = sinks, alibi_slopes, bias, *lists
+    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
     tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
     if varlen:
         tensors, options = with_keys_in_rows(tensors, options)

@@ -82,7 +82,7 @@ def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | t
         if profiler._is_profiler_enabled:
             in_rows = _transposed(tensors) if bhsd else tensors
             attend_plain = recorded(plan_of(in_rows, options), attend_plain)
-        return attend_plain(tensors, options, bhsd)
+        return attend_plain(tensors, options, bhsd, scores)
     if bhsd:
         tensors = _transposed(tensors)
     plain = type(q) is Scaled and not scores and _is_plain_8_bits(q, k, v)
@@ -95,15 +95,16 @@ def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
     return LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node))
 
 
-def _attend_plain(tensors: Tensors, options: Options, bhsd: bool) -> Tensor | tuple[Tensor, ...]:
+def _attend_plain(
+    tensors: Tensors, options: Options, bhsd: bool, scores: bool
+) -> Tensor | tuple[Tensor, ...]:
     """An eager call that nothing watches, with a node in C++ where the backend has one.
 
     Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
-    them with those of the same call at another time.
+    them with those of the same call at another time. scores: whether a tensor changes scores.
     """
     q, k, v, sinks, bias = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.bias
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    scores = not (sinks is tensors.alibi_slopes is bias is tensors.mask_entries_q is None)
     if scores and not needs_gradient:
         needs_gradient = any(x is not None and x.requires_grad for x in (sinks, bias))
     differentiably = needs_gradient and torch.is_grad_enabled()

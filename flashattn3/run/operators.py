@@ -186,9 +186,14 @@ def _options_in_force(named: str | None, values: tuple) -> Options:
     return options if options.backend is not None else options._replace(backend=named or ANY)
 
 
+def takes_scores(tensors: Tensors, options: Options) -> bool:
+    """Whether an overload with the tensors that change scores, and max_logit, computes the call."""
+    return changes_scores(tensors) or options.return_max_logit
+
+
 def flat_of(tensors: Tensors, options: Options) -> tuple:
     """``flat``, of the overload that computes the call."""
-    return flat(tensors, changes_scores(tensors) or options.return_max_logit)
+    return flat(tensors, takes_scores(tensors, options))
 
 
 def operator_arguments(tensors: Tensors, options: Options) -> tuple:
@@ -282,7 +287,7 @@ def _forward_fake(*arguments):
     tensors, values = split_forward(arguments)
     options = Options(*values)
     results = fake_forward_of(tensors, options)
-    if not (changes_scores(tensors) or options.return_max_logit):
+    if not takes_scores(tensors, options):
         return results
     heads = results[0].shape[-2] if options.return_max_logit else 0
     return (*results, results[1].new_empty(heads))

@@ -68,15 +68,10 @@ def attend_quantized(
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v
     plain = type(q) is type(k) is type(v) is Tensor and is_plain()
-    if varlen or not plain or changes_scores(tensors):
+    unusual = not plain or changes_scores(tensors)
+    if varlen or unusual:
         check_tensor_types(function, tensors, varlen)
-    if (
-        not plain
-        or q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or changes_scores(tensors)
-    ):
+    if unusual or q.requires_grad or k.requires_grad or v.requires_grad:
         scheme = _converted(function, *scheme)
         refuse_gradient_of_slopes(function, tensors.alibi_slopes)
         refuse_gradients(function, q=q, k=k, v=v, sinks=tensors.sinks, bias=tensors.bias)
