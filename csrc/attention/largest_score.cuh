@@ -21,7 +21,7 @@ __device__ __forceinline__ void raise(float* to, float value) {
   }
 }
 
-// What a warp keeps of it: bounds of the sums of each thread's two rows.
+// A warp's state: an upper bound for the sums of each thread's two rows.
 class LargestScore {
  public:
   static constexpr bool kTracks = true;

@@ -27,7 +27,7 @@ __device__ __forceinline__ float rescale_factor(float from, float to) {
 __device__ __forceinline__ float add_sink(RowStats& stats, float sink) {
   const float max = fmaxf(stats.max, sink);
   const float rescale = rescale_factor(stats.max, max);
-  // Of inf - inf, NaN, and 0 fminf returns 0.
+  // inf - inf is NaN, and fminf of NaN and 0 returns 0.
   stats = {max, stats.sum * rescale + exp2_approx(fminf(sink - reference_of(max), 0.f))};
   return rescale;
 }

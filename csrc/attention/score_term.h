@@ -1,5 +1,5 @@
-// What is added to a score after the cap, and to a row. The term of a score is a choice of the
-// kernel config, since it costs every score an instruction.
+// The terms that kernels add to a score after the cap, and types of sinks. The term is a choice of
+// the kernel config, since it costs every score an instruction.
 #pragma once
 
 namespace flashattn3 {

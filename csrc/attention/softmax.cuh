@@ -142,8 +142,9 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
     sum[1] += part[1];
   }
 
-  // Of exponentiate_at_once. overflow: a sum of the warp is too large or NaN: s then holds no
-  // usable values, and the state is unchanged. above: a score may be above the largest one.
+  // The result of exponentiate_at_once. overflow: a sum of the warp is too large or NaN: s then
+  // holds no usable values, and the state is unchanged. above: a score may be above the largest
+  // one.
   struct Outcome {
     bool overflow, above;
   };

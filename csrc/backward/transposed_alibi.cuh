@@ -23,7 +23,7 @@ class TransposedAlibi {
     distance_ = static_cast<float>(position + column - first_key - row);
   }
 
-  // Whether the block has keys on both sides of a query.
+  // Returns whether the block has keys on both sides of a query.
   __device__ __forceinline__ bool is_crossed() const { return crossed_; }
   __device__ __forceinline__ float of(int i) const {
     const float distance = distance_ + (register_column(i) - register_row(i));

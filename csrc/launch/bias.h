@@ -1,4 +1,4 @@
-// What a bias adds to both launches.
+// Launch arguments of kernels with a bias, for both passes.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace flashattn3 {
 
-// Of a bias or its gradient: (seqlen_k, seqlen_q, heads, batch), innermost first. Box: 64 keys x
-// box_rows queries.
+// Tensor map of a bias or its gradient: (seqlen_k, seqlen_q, heads, batch), innermost first. Box:
+// 64 keys x box_rows queries.
 inline CUtensorMap make_bias_map(const char* name, ElementType type, const BiasParams& bias,
                                  const ForwardParams& problem, int box_rows) {
   const TensorMapShape shape{problem.seqlen_k, problem.seqlen_q,
