@@ -222,12 +222,14 @@ static std::vector<Case> all_cases() {
 }
 
 static bool ends_with_overlapping_sequences(int config, const Turn& turn) {
+  const backward::Config& of = kCheckConfigs[config];
   const std::vector<Case> cases = with_defaults({{.name = "overlapping sequences",
                                                   .batch = 3,
                                                   .seqlen_q = 300,
                                                   .seqlen_k = 300,
-                                                  .head_dim = kCheckConfigs[config].head_dim,
-                                                  .head_dim_v = kCheckConfigs[config].head_dim_v,
+                                                  .head_dim = of.head_dim,
+                                                  .head_dim_v = of.head_dim_v,
+                                                  .slopes = of.term == ScoreTerm::kSlopes,
                                                   .cu_q = {0, 300, 0, 300},
                                                   .cu_k = {0, 300, 0, 300},
                                                   .total_q = 300,
