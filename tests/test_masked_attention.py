@@ -171,6 +171,35 @@ def test_hidden_keys_have_no_influence_and_no_gradient(backend, dtype):
         assert torch.count_nonzero(x[:, ~nobody]) > 0
 
 
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS[1:], ids=str)
+@pytest.mark.parametrize(
+    ("value", "deterministic"), ((math.nan, False), (math.nan, True), (-math.inf, False))
+)
+def test_what_a_key_holds_that_no_row_sees_reaches_nothing(value, deterministic, backend, dtype):
+    """Keys inside partial blocks, of each kind of them: between visible ones, at the end, and in a
+    block of which one row sees one key."""
+    seen = torch.rand(1, 2, 200, 330, generator=torch.manual_seed(1)) < 0.5
+    seen[:, 1, :128, 64:] = False
+    seen[:, 1, 100, 140] = True
+    hidden = torch.zeros(330, dtype=torch.bool)
+    hidden[[3, 40, 63, 64, 130, 139, 141, *range(300, 330)]] = True
+    seen[..., hidden] = False
+    attend = partial(flash_attn_func, mask=masks.from_bool(seen).to(DEVICE), backend=backend)
+    found = []
+    for held in (0.0, value):
+        q, k, v = inputs((1, 200, 2), 330, 1, 32, dtype=dtype)
+        with torch.no_grad():
+            k[:, hidden], v[:, hidden] = held, held
+        out, lse = attend(q, k, v, deterministic=deterministic, return_lse=True)
+        loss = out.float().square().sum() + lse.sum()
+        found.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+    assert all(x.isfinite().all() for x in found[0])
+    for name, without, with_value in zip(("out", "lse", "dq", "dk", "dv"), *found, strict=True):
+        assert torch.equal(without, with_value), name
+    for gradient in found[1][3:]:
+        assert torch.count_nonzero(gradient[:, hidden]) == 0
+
+
 def test_a_mask_is_the_same_as_arguments_that_hide_the_same():
     q, k, v = inputs((2, 150, 4), 150, 2, 32)
     window = masks.window(150, 40, 0).to(DEVICE)

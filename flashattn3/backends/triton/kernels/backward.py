@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from .block_lists import ROWS, in_work_order, listed_column, listed_edges, listed_visible
+from .block_lists import (
+    ROWS,
+    hidden_columns,
+    in_work_order,
+    listed_column,
+    listed_edges,
+    listed_visible,
+    listed_words,
+)
 from .column_parts import (
     column_parts,
     dot_columns,
@@ -458,10 +466,9 @@ def bwd_kernel(
                 p, slope = _probabilities(
                     k, q, minus_lse, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES
                 )
-                if MASKED and LISTED:
-                    seen = listed_visible(
-                        work_ptr, tiles_ptr, row_list, step, keys % ROWS, row_offsets, BLOCK_M
-                    )
+                if LISTED and stage != FULL:
+                    words = listed_words(work_ptr, tiles_ptr, row_list, step, keys % ROWS, BLOCK_M)
+                    seen = listed_visible(words, row_offsets)
                     p = tl.where(seen, p, 0.0)
                 elif MASKED:
                     seen = visible(
@@ -486,7 +493,10 @@ def bwd_kernel(
                     dp = dot_rows(v, dout, tl.broadcast_to(minus_delta, (BLOCK_N, BLOCK_M)))
                 else:
                     dp = dot_rows(v, dout) - (-minus_delta)  # a sum would become the bias
-                ds = (p * dp * slope).to(q[0].dtype)
+                ds = p * dp * slope
+                if LISTED and stage != FULL:  # dp and slope of a hidden key may be NaN
+                    ds = tl.where(seen, ds, 0.0)
+                ds = ds.to(q[0].dtype)
                 dk = dot_columns(ds, q, dk)
                 if dq_accum_ptr is not None:
                     # A conversion of first_row itself would be Q's: Triton gives all GEMMs that
@@ -495,7 +505,10 @@ def bwd_kernel(
                     dq_tile = dq_head + m_block * (BLOCK_M * BLOCK_D)
                     dq_pointers = _dq_pointers(dq_tile, BLOCK_M, columns, NUM_WARPS)
                     for i in tl.static_range(len(columns)):
-                        _add(dq_pointers[i], tl.dot(tl.trans(ds), k[i]))
+                        k_part = k[i]
+                        if LISTED and stage != FULL:  # 0 * NaN is NaN
+                            k_part = tl.where(tl.abs(k_part) < float("inf"), k_part, 0.0)
+                        _add(dq_pointers[i], tl.dot(tl.trans(ds), k_part))
 
     dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
     dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
@@ -689,9 +702,15 @@ def bwd_dq_kernel(
                     entries_ptr, row_list, num_listed_blocks, step + 1, stage_end, BLOCK_N
                 )
             num_keys = length_k - first_key
-            k = load_parts(
-                k_pointers, first_key * k_step, keys, num_keys, columns, HEAD_DIM, MASKED and TAIL
-            )
+            if LISTED and stage != FULL:
+                words = listed_words(work_ptr, tiles_ptr, row_list, step, rows % ROWS, BLOCK_N)
+                hidden = hidden_columns(words, keys)
+                k = load_parts(k_pointers, first_key * k_step, hidden, 1, columns, HEAD_DIM, True)
+            else:
+                k = load_parts(
+                    k_pointers, first_key * k_step, keys, num_keys, columns, HEAD_DIM,
+                    MASKED and TAIL,
+                )  # fmt: skip
             v = load_parts(
                 v_pointers, first_key * v_step, keys, num_keys, columns_v, HEAD_DIM_V,
                 MASKED and TAIL,
@@ -706,12 +725,7 @@ def bwd_dq_kernel(
                 bias = load_bias(bias_rows + first_key, keys[None, :], num_keys, MASKED and TAIL)
                 term = term + bias.to(tl.float32) * minus_lse_unit
             p, slope = _probabilities(q, k, term, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
-            if MASKED and LISTED:
-                seen = listed_visible(
-                    work_ptr, tiles_ptr, row_list, step, rows % ROWS, keys, BLOCK_N
-                )
-                p = tl.where(seen, p, 0.0)
-            elif MASKED:
+            if MASKED and not LISTED:
                 reach = diagonal - first_key
                 seen = visible(
                     rows[:, None],
@@ -726,6 +740,8 @@ def bwd_dq_kernel(
                 p = tl.where(seen, p, 0.0)
             dp = dot_rows(dout, v, tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))
             ds = p * dp * slope
+            if LISTED and stage != FULL:  # p, dp and slope of a hidden key may be NaN
+                ds = tl.where(listed_visible(words, keys), ds, 0.0)
             dq = dot_columns(ds.to(k[0].dtype), k, dq)
             if dbias_ptr is not None:
                 # TAIL alone: the mask of a stage that is no constexpr has one shape.

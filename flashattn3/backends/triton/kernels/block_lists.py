@@ -46,17 +46,35 @@ def listed_column(
 
 
 @triton.jit
-def listed_visible(
-    work_ptr, tiles_ptr, row_list, step, rows, columns, BLOCK: tl.constexpr
-):  # fmt: skip
-    """(rows, columns) of a step of a partial block, from its bit tile.
+def listed_words(work_ptr, tiles_ptr, row_list, step, rows, BLOCK: tl.constexpr):
+    """int64 of the shape of rows: the bits of a step of a partial block, from its bit tile. The
+    lowest bit is that of the step's first column.
 
-    rows: those of the list's 128. columns: counted from the first one of the step.
+    rows: those of the list's 128.
     """
     PER_ENTRY: tl.constexpr = COLUMNS // BLOCK
     place = step // PER_ENTRY
     full = tl.load(work_ptr + row_list * FIELDS)
     tile = tl.load(work_ptr + row_list * FIELDS + 2) + place - full
     words = tl.load(tiles_ptr + tile.to(tl.int64) * ROWS + rows)
-    places = ((step - place * PER_ENTRY) * BLOCK + columns).to(tl.int64)
-    return ((words[:, None] >> places[None, :]) & 1) != 0
+    return words >> ((step - place * PER_ENTRY) * BLOCK).to(tl.int64)
+
+
+@triton.jit
+def listed_visible(words, columns):
+    """bool (rows, columns) of ``listed_words``. columns: counted from the first one of the step."""
+    return ((words[:, None] >> columns.to(tl.int64)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def hidden_columns(words, columns):
+    """1 for columns that no row of ``listed_words`` sees, 0 for the others. As the rows of
+    ``load_parts`` with num_rows 1 they keep what a hidden key holds out of a GEMM: 0 * NaN is
+    NaN."""
+    word = tl.reduce(words, 0, _either)
+    return 1 - ((word >> columns.to(tl.int64)) & 1).to(tl.int32)

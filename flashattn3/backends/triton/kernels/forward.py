@@ -17,7 +17,15 @@ into the rescale. P stays in float16.
 import triton
 import triton.language as tl
 
-from .block_lists import ROWS, in_work_order, listed_column, listed_edges, listed_visible
+from .block_lists import (
+    ROWS,
+    hidden_columns,
+    in_work_order,
+    listed_column,
+    listed_edges,
+    listed_visible,
+    listed_words,
+)
 from .column_parts import (
     column_parts,
     dot_columns,
@@ -325,6 +333,8 @@ def forward_kernel(
                 next_key = listed_column(
                     entries_ptr, row_list, num_listed_blocks, step + 1, stage_end, BLOCK_N
                 )
+            if LISTED and stage == LAST:
+                words = listed_words(work_ptr, tiles_ptr, row_list, step, rows % ROWS, BLOCK_N)
             scores = ()
             for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
                 num_keys = length_k - first_key - slice_key
@@ -360,23 +370,20 @@ def forward_kernel(
                         MASKED and TAIL,
                     )
                     s += bias.to(tl.float32)
-                if MASKED:
-                    if LISTED:
-                        seen = listed_visible(
-                            work_ptr, tiles_ptr, row_list, step, rows % ROWS, keys + slice_key,
-                            BLOCK_N,
-                        )  # fmt: skip
-                    else:
-                        seen = visible(
-                            rows[:, None],
-                            keys[None, :],
-                            num_keys,
-                            diagonal - first_key - slice_key,
-                            window_left,
-                            window_right,
-                            LEFT,
-                            RIGHT,
-                        )
+                if LISTED:
+                    if stage == LAST:
+                        s = tl.where(listed_visible(words, keys + slice_key), s, float("-inf"))
+                elif MASKED:
+                    seen = visible(
+                        rows[:, None],
+                        keys[None, :],
+                        num_keys,
+                        diagonal - first_key - slice_key,
+                        window_left,
+                        window_right,
+                        LEFT,
+                        RIGHT,
+                    )
                     s = tl.where(seen, s, float("-inf"))
                 scores += (s,)
             block_max = scores[0]
@@ -422,7 +429,13 @@ def forward_kernel(
                 v_slice = slice_pointers(
                     v_pointers, first_key, slice_key, v_step, keys, columns_v, V_STRIDE_S
                 )
-                v = load_parts(v_slice, 0, keys, num_keys, columns_v, HEAD_DIM_V, MASKED and TAIL)
+                if LISTED and stage == LAST:
+                    hidden = hidden_columns(words, keys + slice_key)
+                    v = load_parts(v_slice, 0, hidden, 1, columns_v, HEAD_DIM_V, True)
+                else:
+                    v = load_parts(
+                        v_slice, 0, keys, num_keys, columns_v, HEAD_DIM_V, MASKED and TAIL
+                    )
                 if FP8:
                     v = (as_float16(v[0], NATIVE_FP8),)
                 acc = dot_columns(probabilities[slice_key // SLICE_N].to(v[0].dtype), v, acc)
