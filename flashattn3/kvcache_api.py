@@ -67,13 +67,15 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), or (total_q, num_heads_q, head_dim) with
-            cu_seqlens_q; float16 or bfloat16, on the reference backend also float32 and float64.
-        k_cache, v_cache: (num_caches, capacity, num_heads_kv, ·) in q's dtype, or, with page_table,
-            (num_pages, page_size, num_heads_kv, ·). Any strides but the last, which is 1, so heads
-            may come first and both caches may lie in one tensor. Head dims are at most 256.
+            cu_seqlens_q; float16 or bfloat16, on the reference backend also float32 and float64,
+            with caches in it float8_e4m3fn, which is widened exactly.
+        k_cache, v_cache: (num_caches, capacity, num_heads_kv, ·), or, with page_table, (num_pages,
+            page_size, num_heads_kv, ·), both in q's dtype or, under q of 16 bits, in float8_e4m3fn
+            or int8. Any strides but the last, which is 1, so heads may come first and both caches
+            may lie in one tensor. Head dims are at most 256.
         k, v: new tokens (batch, seqlen_new, num_heads_kv, ·), or (total_new, ...) with
             cu_seqlens_k_new: written behind the cached ones, then attended to. On a GPU tokens that
-            do not fit are dropped.
+            do not fit are dropped. In the caches' dtype, of 16 bits where these have 8.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float32 or in q's dtype: k and q are
             rotated, k from the position that it is written to. Without causal and window all
             queries of a sequence have the position of the first new token. A position outside the
@@ -91,8 +93,12 @@ def flash_attn_with_kvcache(
             or a 0-d integer tensor; one on a GPU is not read, and total_q stands in.
         rotary_seqlens: int32 (batch,), positions of the first new tokens, instead of cache_seqlens.
             Without tables it has no effect.
-        q_descale, k_descale, v_descale: float32 (batch, num_heads_kv), any strides: a stored value
-            times its descale is the real one. New k and v are divided by theirs.
+        q_descale: float32 (batch, num_heads_kv), any strides, or one number: a stored value times
+            its descale is the real one, whatever its dtype.
+        k_descale, v_descale: the same; also (num_pages, 1 or page_size, num_heads_kv), of dense
+            caches (num_caches, 1 or capacity, num_heads_kv): of each page or each token. int8 needs
+            both. New k and v are divided by theirs and saturate. Of caches of 8 bits with descales
+            of tokens, new tokens get ones that fit their own largest magnitude, written here.
         softmax_scale: None stands for head_dim ** -0.5.
         causal, window_size, softcap: as in ``flash_attn_func``; the window counts from the queries'
             positions, and only its part of the cache is read.
@@ -108,18 +114,18 @@ def flash_attn_with_kvcache(
         sm_margin: number of streaming multiprocessors to leave free: Hopper's kernels leave them,
             Triton's cut the batch into parts for the others alone. A hint.
         return_softmax_lse: FlashAttention-3's name for return_lse.
-        sinks: (num_heads_q,), float32 or q's dtype: one more logit for each row, which takes
+        sinks: (num_heads_q,), float32 or out's dtype: one more logit for each row, which takes
             weight and has no value (gpt-oss). lse includes it. Pass it to only one of the calls
             whose results ``flash_attn_combine`` joins.
         out: where the result is written, of the shape and dtype below.
-        out_dtype: None or q's.
+        out_dtype: None or q's; for q of 8 bits bfloat16 (None), float16 or float32.
         return_lse: also return the log-sum-exp.
         backend: as in ``flash_attn_func``.
         qv, attention_chunk, tree_mask, split_tokens, alibi_slopes: not supported yet, an error if
             given.
 
     Returns:
-        out in q's shape with v_cache's head dim, in q's dtype; with return_lse also lse (batch,
+        out in q's shape with v_cache's head dim, in out_dtype; with return_lse also lse (batch,
         num_heads_q, seqlen_q) or (num_heads_q, total_q), float32 (float64 for float64 inputs). Two
         values, where FlashAttention-3 returns four. A row without keys has out 0 and lse -inf (its
         sink's value, if there is one), and so has a row of no sequence.

@@ -71,7 +71,7 @@ CASES = (
     CacheCase("batch-idx", LENGTHS, others=3),
     CacheCase("batch-idx-paged", LENGTHS, others=3, page_size=16),
     CacheCase("sinks", LENGTHS, sinks=True),
-    CacheCase("descales", LENGTHS, descales=True),
+    CacheCase("descales", LENGTHS, descales="heads"),
     CacheCase("dim-40-24", LENGTHS, head_dim=40, head_dim_v=24),
     CacheCase("dim-24-56", LENGTHS, head_dim=24, head_dim_v=56, page_size=3),
     CacheCase("dim-72-56", LENGTHS, head_dim=72, head_dim_v=56, page_size=16),
@@ -79,7 +79,7 @@ CASES = (
     CacheCase("dim-104-72", LENGTHS, head_dim=104, head_dim_v=72, page_size=1),
     CacheCase("dim-256", (1, 40), head_dim=256, head_dim_v=256, page_size=16),
     CacheCase("every-option", (40, 17, 130), (3, 1, 5), page_size=16, others=2, sinks=True,
-              descales=True, leftpad=(3, 0, 20), layout="hnd",
+              descales="heads", leftpad=(3, 0, 20), layout="hnd",
               options={"causal": True, "window_size": (60, 0), "softcap": 3.0}),
     CacheCase("no-batch", (), capacity=8),
     CacheCase("no-queries", (9,), 0),
@@ -263,7 +263,7 @@ def test_the_capacity_does_not_change_the_bits(backend, rows, device, monkeypatc
 
 @pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_descales_of_any_sign(backend, device):
-    case = CacheCase("descales", (17, 40, 9), descales=True)
+    case = CacheCase("descales", (17, 40, 9), descales="heads")
     inputs = make_cache_inputs(case, device, torch.float16)
     inputs.arguments["k_descale"] *= torch.tensor([[-1.0], [0.0], [1.0]], device=device)
     inputs.arguments["v_descale"] *= torch.tensor([[-1.0], [1.0], [0.0]], device=device)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import A100, CPU, H100
+from helpers import A100, CPU, H100, SIXTEEN_BIT
 
 from flashattn3 import (
     UnsupportedError,
@@ -58,7 +58,14 @@ def tables(**changes):
 
 
 RAGGED_Q = {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 2, 6)}
-FP8 = torch.randn(B, CAP, HK, D).to(torch.float8_e4m3fn)
+FP8 = torch.float8_e4m3fn
+
+
+def caches(dtype, dtype_v=None):
+    return {
+        f"{name}_cache": torch.ones(B, CAP, HK, D).to(of)
+        for name, of in (("k", dtype), ("v", dtype_v or dtype))
+    }
 
 
 def text_of(value):
@@ -136,6 +143,48 @@ VALUE_ERRORS = [
         "cache_batch_idx.dtype must be torch.int32",
     ),
     ({"k_descale": torch.ones(B)}, "k_descale.shape must be (2, 2)"),
+    (
+        {name: x.to(FP8) for name, x in new().items()},
+        "k.dtype must be torch.float32 as k_cache's, got torch.float8_e4m3fn",
+    ),
+    (
+        {"q": torch.randn(B, SQ, H, D).half(), **caches(FP8), **new()},
+        f"k.dtype must be one of {SIXTEEN_BIT} for a cache of {FP8}, got torch.float32",
+    ),
+    (caches(FP8), "k_cache.dtype must be torch.float32 as q's, got torch.float8_e4m3fn"),
+    (
+        {"q": torch.randn(B, SQ, H, D).half(), **caches(torch.uint8)},
+        f"k_cache.dtype must be torch.float16 as q's, or one of {(FP8, torch.int8)}, got torch.uin",
+    ),
+    (
+        {"q": torch.ones(B, SQ, H, D).to(FP8), **caches(torch.int8)},
+        f"k_cache.dtype must be {FP8} as q's, got torch.int8",
+    ),
+    (
+        {"q": torch.randn(B, SQ, H, D).half(), **caches(FP8, torch.int8)},
+        f"v_cache.dtype must be {FP8} as k_cache's, got torch.int8",
+    ),
+    (
+        {"q": torch.randn(B, SQ, H, D).half(), **caches(torch.int8), "k_descale": torch.ones(1)},
+        "v_descale must be a float32 tensor where v_cache is torch.int8, got None",
+    ),
+    (
+        {"k_descale": torch.ones(B, CAP - 1, HK)},
+        "k_descale.shape must be (2, 2) (batch, num_heads_kv), or (2, 32, 2) or (2, 1, 2) "
+        "(num_caches, tokens or 1, num_heads_kv), got (2, 31, 2)",
+    ),
+    (
+        paged(v_descale=torch.ones(B, PAGE, HK)),
+        "v_descale.shape must be (2, 2) (batch, num_heads_kv), or (9, 8, 2) or (9, 1, 2) "
+        "(num_pages, ",
+    ),
+    (
+        {
+            **{"q": torch.randn(B, SQ, H, D).half(), **caches(FP8), **new(dtype=torch.float16)},
+            "k_descale": torch.ones(B, CAP, 1).expand(B, CAP, HK),
+        },
+        "k_descale.stride must be without a stride of 0",
+    ),
     ({"q_descale": torch.ones(B, HK).half()}, "q_descale.dtype must be torch.float32"),
     ({"k_descale": torch.ones(B, HK, device="meta")}, "k_descale.device must be cpu"),
     ({"sinks": torch.ones(3)}, "sinks.shape must be (4,)"),
@@ -172,14 +221,6 @@ VALUE_ERRORS = [
 ]
 UNSUPPORTED = [
     (
-        {name: x.to(torch.float8_e4m3fn) for name, x in new().items()},
-        "k.dtype must be one of (torch.float16, torch.bfloat16), got torch.float8_e4m3fn",
-    ),
-    (
-        {"k_cache": FP8, "v_cache": FP8},
-        "k_cache.dtype must be one of (torch.float16, torch.bfloat16)",
-    ),
-    (
         {
             "q": torch.randn(1, 1, 4, 576),
             "k_cache": torch.randn(1, 8, 1, 576),
@@ -188,7 +229,10 @@ UNSUPPORTED = [
         },
         "k_cache.shape[-1] must be at most 256, got 576",
     ),
-    ({"v_descale": torch.ones(B, CAP, HK)}, "v_descale.shape must be (batch, num_heads_kv)"),
+    (
+        {**new(), "v_descale": torch.ones(B, CAP, HK)},
+        "v_descale.shape must be (batch, num_heads_kv) where new tokens are written to torch.float",
+    ),
     ({"qv": torch.ones(1)}, "qv must be None"),
     ({"attention_chunk": 8}, "attention_chunk must be 0"),
     ({"tree_mask": ints(1)}, "tree_mask must be None"),

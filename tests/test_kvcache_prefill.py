@@ -291,7 +291,7 @@ ODD_STRIDES = tuple(
 )  # fmt: skip
 # Only decode kernels take these, at any number of rows.
 DECODE_CHUNKS = (
-    CacheCase("descales", (700, 300), (300, 64), page_size=16, descales=True, options=CAUSAL),
+    CacheCase("descales", (700, 300), (300, 64), page_size=16, descales="heads", options=CAUSAL),
 )
 CHUNK_BACKENDS = (
     "reference",

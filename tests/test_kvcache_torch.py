@@ -29,7 +29,7 @@ from flashattn3.call.cached import (
 
 CASES = (
     CacheCase("opcheck", (9, 17), 2, page_size=8, options={"causal": True}),
-    CacheCase("opcheck-ragged", (9, 17), (2, 1), sinks=True, descales=True, leftpad=(1, 2)),
+    CacheCase("opcheck-ragged", (9, 17), (2, 1), sinks=True, descales="heads", leftpad=(1, 2)),
 )
 BACKENDS = (
     "reference",
@@ -90,7 +90,7 @@ def test_opcheck_combine(backend, device):
 
 def test_append_declares_what_it_writes():
     written = [x.name for x in torch.ops.flashattn3.append.default._schema.arguments if x.is_write]
-    assert written == ["k_cache", "v_cache", "q_out"]
+    assert written == ["k_cache", "v_cache", "q_out", "k_descale_out", "v_descale_out"]
 
 
 def test_a_write_counts_for_autograd(device):

@@ -94,6 +94,9 @@ def as_cached(problem: Problem) -> DecodeProblem:
     common = {name: getattr(problem, name) for name in names if hasattr(problem, name)}
     common |= {
         "page_size": 0,
+        "cache_dtype": problem.dtype,
+        "k_descale": None,
+        "v_descale": None,
         "rows": packed_rows(packed_rows_of(problem)),
         "given": VARLEN if problem.varlen else frozenset(),
         "sinks_dtype": problem.sinks_dtype,

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from .arguments import boolean, real
+from .cache_descales import kind_of
+from .dtypes import out_dtype
 from .fields import CALL, Description, Field, as_given, or_none
 from .metadata import Metadata
 from .problem import AttentionProblem, CallProblem, attention_fields
-from .tensor_fields import APPEND_TENSORS, DECODE_TENSORS, TensorField
+from .tensor_fields import APPEND_TENSORS, DECODE_TENSORS, WRITTEN_DESCALES, TensorField
 
 MAX_HEAD_DIM = 256
 # Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.
@@ -37,15 +39,16 @@ def _tensors_of(name: str, fields: tuple[TensorField, ...]) -> type[tuple]:
 #       page_table, int32 (num_caches, max_pages).
 #   cache_seqlens, cache_batch_idx, cache_leftpad: int32 (batch,).
 #   cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,). The new tokens are in the cache already.
-#   q_descale, k_descale, v_descale: float32 (batch, num_heads_kv). sinks: (num_heads_q,).
+#   q_descale: float32 (batch, num_heads_kv). k_descale, v_descale: see cache_descales.py.
+#   sinks: (num_heads_q,).
 #   scheduler_metadata: see scheduler_metadata.py.
 DecodeTensors = _tensors_of("DecodeTensors", DECODE_TENSORS)
 
 
-def new_out(tensors: DecodeTensors) -> Tensor:
-    """Memory for out, in q's dtype."""
+def new_out(tensors: DecodeTensors, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for out. dtype: None: q's, of 16 or more bits."""
     q = tensors.q
-    return q.new_empty((*q.shape[:-1], tensors.v_cache.shape[-1]))
+    return q.new_empty((*q.shape[:-1], tensors.v_cache.shape[-1]), dtype=dtype or q.dtype)
 
 
 def query_sizes(tensors: DecodeTensors, max_seqlen_q: int | None) -> tuple[int, int, int]:
@@ -74,6 +77,10 @@ DECODE = Description("DecodeOptions", tuple(_FIELDS.values()), "flash_attn_with_
 DecodeOptions = DECODE.Options
 
 
+def dtype_of_out(q: Tensor | Metadata, options: DecodeOptions) -> torch.dtype:
+    return out_dtype(q.dtype, options.out_dtype)
+
+
 def one_q_position(options: DecodeOptions) -> bool:
     """``AppendOptions.one_q_position`` of the append of a call."""
     return not (options.causal or options.window_left >= 0 or options.window_right >= 0)
@@ -100,8 +107,9 @@ class Lengths(NamedTuple):
 
 # The tensors of one append. k, v (batch, seqlen_new, num_heads_kv, ·), or (total_new, ...) with
 # cu_seqlens_k_new; q, which is rotated into q_out, as in DecodeTensors; rotary_cos and rotary_sin
-# (positions, rotary_dim / 2); the rest as in DecodeTensors.
-AppendTensors = _tensors_of("AppendTensors", APPEND_TENSORS)
+# (positions, rotary_dim / 2); k_descale_out and v_descale_out of each token of the cache, written
+# for the new ones; the rest as in DecodeTensors.
+AppendTensors = _tensors_of("AppendTensors", (*APPEND_TENSORS, *WRITTEN_DESCALES))
 
 
 # The arguments of an append that are not tensors. one_q_position: every query of a sequence has the
@@ -125,6 +133,8 @@ class DecodeProblem(_Asked, AttentionProblem):
     """One cached call, normalised, with the options that a field passes on to the backends.
 
     page_size: 0 for a dense cache.
+    cache_dtype: of k_cache and v_cache.
+    k_descale, v_descale: their kinds, of cache_descales.py; None without them.
     rows: packed query rows, qhead_per_kvhead * seqlen_q, rounded up to one of PLANNED_ROWS; the
         last of them stands for all larger numbers.
     given: names of the optional tensors of the call.
@@ -137,6 +147,9 @@ class DecodeProblem(_Asked, AttentionProblem):
     """
 
     page_size: int
+    cache_dtype: torch.dtype
+    k_descale: str | None
+    v_descale: str | None
     rows: int
     given: frozenset[str]
     sinks_dtype: torch.dtype | None
@@ -155,11 +168,14 @@ class DecodeProblem(_Asked, AttentionProblem):
 @dataclass(frozen=True)
 class AppendProblem(CallProblem):
     """One append, normalised. num_heads_q: 0 without q. rotary_dim: 0, and rotary_dtype None,
-    without tables."""
+    without tables. dtype: of k and v. k_descale, v_descale: kinds of those given or written."""
 
     num_heads_q: int
     num_heads_kv: int
     page_size: int
+    cache_dtype: torch.dtype
+    k_descale: str | None
+    v_descale: str | None
     rotary_dim: int
     rotary_dtype: torch.dtype | None
     rotary_interleaved: bool
@@ -189,6 +205,9 @@ def describe_decode(
     return DecodeProblem(
         **alike,
         page_size=0 if tensors.page_table is None else k.shape[1],
+        cache_dtype=k.dtype,
+        k_descale=kind_of(tensors.k_descale, k),
+        v_descale=kind_of(tensors.v_descale, v),
         rows=packed_rows(seqlen_q * (q.shape[-2] // k.shape[-2])),
         given=_given(tensors, 3),
         sinks_dtype=None if tensors.sinks is None else tensors.sinks.dtype,
@@ -210,7 +229,7 @@ def _given(tensors: tuple, required: int) -> frozenset[str]:
 def describe_append(found: tuple[Metadata | None, ...], options: AppendOptions) -> AppendProblem:
     """Normalise an append that ``checks.check_append`` accepted."""
     tensors = AppendTensors(*found)
-    k, v, k_cache = tensors[:3]
+    k, v, k_cache, v_cache = tensors[:4]
     cos = tensors.rotary_cos
     return AppendProblem(
         function=options.function,
@@ -222,6 +241,9 @@ def describe_append(found: tuple[Metadata | None, ...], options: AppendOptions) 
         head_dim=k.shape[-1],
         head_dim_v=v.shape[-1],
         page_size=0 if tensors.page_table is None else k_cache.shape[1],
+        cache_dtype=k_cache.dtype,
+        k_descale=kind_of(tensors.k_descale or tensors.k_descale_out, k_cache),
+        v_descale=kind_of(tensors.v_descale or tensors.v_descale_out, v_cache),
         rotary_dim=0 if cos is None else 2 * cos.shape[1],
         rotary_dtype=None if cos is None else cos.dtype,
         rotary_interleaved=options.rotary_interleaved,

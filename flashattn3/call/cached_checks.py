@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from ..modes import refuse_jit_trace, refuse_tangents, refuse_transforms
 from .arguments import expect_strided
+from .cache_descales import check_descales, check_q_descale, check_written_descales
 from .cached import (
     DECODE,
     MAX_HEAD_DIM,
@@ -20,7 +21,8 @@ from .cached import (
     DecodeTensors,
     Lengths,
 )
-from .dtypes import EIGHT_BIT, FULL_PRECISION, SIXTEEN_BIT
+from .descales import check_out_dtype
+from .dtypes import EIGHT_BIT, FP8, FULL_PRECISION, SIXTEEN_BIT, out_dtype
 from .metadata import Metadata
 from .scheduler_metadata import metadata_size
 from .tensor_checks import check_device, check_int32
@@ -62,7 +64,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
     q, k, v = tensors[:3]
     varlen = tensors.cu_seqlens_q is not None
     batch = check_queries(function, q, tensors.cu_seqlens_q)
-    _check_dtypes(function, q=q, k_cache=k, v_cache=v)
+    _check_dtypes(function, q, k, v)
     _check_cache(function, tensors, batch)
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     wanted = f"a multiple of k_cache's {heads_kv} heads"
@@ -71,8 +73,8 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
     expect(k.shape[-1] == q.shape[-1], function, "k_cache.shape[-1]", wanted, k.shape[-1])
     _check_indices(function, tensors, batch, ("cache_seqlens", "cache_batch_idx", "cache_leftpad"))
     check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, batch, q.device)
-    for name in ("q_descale", "k_descale", "v_descale"):
-        check_descale(function, name, getattr(tensors, name), (batch, heads_kv), q.device, "q")
+    check_q_descale(function, tensors.q_descale, (batch, heads_kv), q.device)
+    check_descales(function, tensors, batch, "q")
     _check_sinks(function, tensors.sinks, q)
     _check_metadata(function, tensors.scheduler_metadata, batch, q.device)
     given = lengths.max_seqlen_q
@@ -81,8 +83,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
         expect(given >= 0, function, "max_seqlen_q", ">= 0", given)
     check_seqlen(function, tensors.cache_seqlens, lengths)
     check_options(options)
-    asked = options.out_dtype
-    expect(asked in (None, q.dtype), function, "out_dtype", f"None or {q.dtype} as q's", asked)
+    check_out_dtype(function, q.dtype, options.out_dtype)
 
 
 def check_queries(function: str, q: Metadata, cu_seqlens_q: Found) -> int:
@@ -121,16 +122,29 @@ def check_seqlen(function: str, cache_seqlens: Found, lengths: Lengths) -> None:
     expect(lengths.seqlen >= 0, function, "cache_seqlens", ">= 0", lengths.seqlen)
 
 
-def _check_dtypes(function: str, **tensors: Metadata) -> None:
-    """The tensors have one dtype, that of the first."""
-    for name, x in tensors.items():
-        if x.dtype in EIGHT_BIT:
-            raise unsupported(function, f"{name}.dtype", f"one of {SIXTEEN_BIT}", x.dtype)
-    first, like = next(iter(tensors.items()))
-    expect(like.dtype in DTYPES, function, f"{first}.dtype", f"one of {DTYPES}", like.dtype)
-    for name, x in tensors.items():
-        wanted = f"{like.dtype} as {first}'s"
-        expect(x.dtype == like.dtype, function, f"{name}.dtype", wanted, x.dtype)
+def _check_dtypes(function: str, q: Metadata, k: Metadata, v: Metadata) -> None:
+    """The caches have q's dtype, or 8 bits under q of 16."""
+    legal, dtype = (*DTYPES, FP8), q.dtype
+    expect(dtype in legal, function, "q.dtype", f"one of {legal}", dtype)
+    eight = EIGHT_BIT if dtype in SIXTEEN_BIT else ()
+    wanted = f"{dtype} as q's" + (f", or one of {eight}" if eight else "")
+    expect(k.dtype in (dtype, *eight), function, "k_cache.dtype", wanted, k.dtype)
+    expect(v.dtype == k.dtype, function, "v_cache.dtype", f"{k.dtype} as k_cache's", v.dtype)
+
+
+def _check_new_dtypes(function: str, tensors: AppendTensors) -> None:
+    """New keys and values have the dtype of their cache, or 16 bits for one of 8."""
+    k, v, k_cache, v_cache = tensors[:4]
+    dtype, legal = k_cache.dtype, (*DTYPES, *EIGHT_BIT)
+    expect(dtype in legal, function, "k_cache.dtype", f"one of {legal}", dtype)
+    wanted = f"{dtype} as k_cache's"
+    expect(v_cache.dtype == dtype, function, "v_cache.dtype", wanted, v_cache.dtype)
+    legal = (dtype,)
+    if dtype in EIGHT_BIT:
+        legal, wanted = SIXTEEN_BIT, f"one of {SIXTEEN_BIT} for a cache of {dtype}"
+    for name, x in (("k", k), ("v", v)):
+        expect(x.dtype in legal, function, f"{name}.dtype", wanted, x.dtype)
+    expect(v.dtype == k.dtype, function, "v.dtype", f"{k.dtype} as k's", v.dtype)
 
 
 def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: int) -> None:
@@ -178,28 +192,12 @@ def _check_indices(function: str, tensors, batch: int, names: tuple[str, ...]) -
         expect(index.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(index.stride)[-1])
 
 
-def check_descale(
-    function: str, name: str, descale: Found, wanted: tuple[int, int], device, of: str
-) -> None:
-    """(batch, num_heads_kv). A descale for each token or page belongs to 8-bit caches. of: name of
-    the tensor whose device it is."""
-    if descale is None:
-        return
-    shape, axes = tuple(descale.shape), "(batch, num_heads_kv)"
-    if len(shape) == 3 and name != "q_descale":
-        raise unsupported(function, f"{name}.shape", axes, shape)
-    expect(shape == wanted, function, f"{name}.shape", f"{wanted} {axes}", shape)
-    dtype = descale.dtype
-    expect(dtype == torch.float32, function, f"{name}.dtype", torch.float32, dtype)
-    check_device(function, name, descale, device, of)
-
-
 def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
     if sinks is None:
         return
     wanted, found = (q.shape[-2],), tuple(sinks.shape)
     expect(found == wanted, function, "sinks.shape", f"{wanted} (num_heads_q)", found)
-    legal = (torch.float32, q.dtype)
+    legal = (torch.float32, out_dtype(q.dtype, None))
     expect(sinks.dtype in legal, function, "sinks.dtype", f"one of {legal}", sinks.dtype)
     check_device(function, "sinks", sinks, q.device, "q")
     stride = tuple(sinks.stride)
@@ -249,7 +247,7 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
         check_device(function, name, x, k_cache.device, "k_cache")
     check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, None, k.device, "k")
     batch = tensors.cu_seqlens_k_new.shape[0] - 1 if varlen else k.shape[0]
-    _check_dtypes(function, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _check_new_dtypes(function, tensors)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         wanted = "without a stride of 0: new tokens are written to it"
         expect(not cache.is_expanded, function, f"{name}_cache.stride", wanted, cache.stride)
@@ -261,9 +259,8 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
     expect(same, function, "v.shape[:-1]", wanted, tuple(v.shape[:-1]))
     _check_cache(function, tensors, batch)
     _check_indices(function, tensors, batch, ("cache_seqlens", "cache_batch_idx", "rotary_seqlens"))
-    for name in ("k_descale", "v_descale"):
-        shape = batch, k.shape[-2]
-        check_descale(function, name, getattr(tensors, name), shape, k.device, "k")
+    check_descales(function, tensors, batch, "k")
+    check_written_descales(function, tensors)
     check_seqlen(function, tensors.cache_seqlens, lengths)
     _check_rotary(function, tensors)
     _check_rotated_q(function, tensors, batch)

@@ -107,6 +107,12 @@ APPEND_TENSORS = (
     TensorField("k_descale", OPTIONAL),
     TensorField("v_descale", OPTIONAL),
 )
+# Descales of each token of a cache, which an append computes and writes. The compiled append kernel
+# takes none.
+WRITTEN_DESCALES = (
+    TensorField("k_descale_out", Kind("Tensor(d!)?", ())),
+    TensorField("v_descale_out", Kind("Tensor(e!)?", ())),
+)
 # What of a cached call a plan depends on, besides its options: no size that grows from step to
 # step. seqlen_q: queries of a sequence, or of the longest. page_size: 0 without a page table.
 CACHED_PLAN = (

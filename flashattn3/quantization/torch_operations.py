@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call import hadamard as rotation
-from ..call import quantization_limits
-from ..call.dtypes import FP8, INT8
-from ..call.quantization_limits import SMALLEST_DESCALE
+from ..call.eight_bits import LARGEST, magnitudes, rounded, scales
 from ..call.token_positions import (
     TokenPositions,
     blocks_of,
@@ -16,8 +14,6 @@ from ..call.token_positions import (
     of_tokens,
     token_positions,
 )
-
-LARGEST = {FP8: quantization_limits.LARGEST["e4m3"], INT8: quantization_limits.LARGEST["int8"]}
 
 
 def quantize(
@@ -37,31 +33,18 @@ def quantize(
         shape = (cu_seqlens.numel() - 1, x.shape[-2], -(-max_seqlen // block))
         descale = x.new_empty(shape, dtype=torch.float32)
         return torch.zeros_like(x, dtype=dtype), descale
-    largest = LARGEST[dtype]
     of = token_positions(x.shape[-3], x.device, cu_seqlens)
     common = None if mean is None else of_sequences(mean, of)
     if hadamard:
         values = rotation.rotate(x, common)
     else:
         values = x.float() if common is None else x.float() - common
-    finite = values.isfinite()
-    # int8 has no NaN: amax = inf represents it and makes the factor 0.
-    magnitude = torch.where(finite, values.abs(), torch.inf if dtype == INT8 else 0.0)
-    amax = _amax_of_blocks(magnitude.amax(-1), block, of, cu_seqlens, max_seqlen)
-    descale, factor = scales(amax, largest)
+    largest = magnitudes(values, dtype).amax(-1)
+    amax = _amax_of_blocks(largest, block, of, cu_seqlens, max_seqlen)
+    descale, factor = scales(amax, LARGEST[dtype])
     scaled = values * of_tokens(factor, block, of)[..., None]
-    # The conversion turns values that are, or round, above the range into NaN.
-    scaled = torch.where(finite, scaled.clamp(-largest, largest), torch.nan)
-    if dtype == INT8:
-        scaled = scaled.round().nan_to_num(0.0)
-    return scaled.to(dtype), descale.where(amax.isfinite(), torch.nan)
-
-
-def scales(amax: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """descale and its inverse, each rounded once."""
-    wanted = torch.full_like(amax, largest)  # torch rounds a division with a number twice
-    floored = amax.clamp(min=largest * SMALLEST_DESCALE)
-    return floored / wanted, wanted / floored
+    data = rounded(scaled.where(values.isfinite(), torch.nan), dtype)
+    return data, descale.where(amax.isfinite(), torch.nan)
 
 
 def _amax_of_blocks(largest, block, of: TokenPositions, cu_seqlens, max_seqlen) -> Tensor:

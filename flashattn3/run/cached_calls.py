@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..call.arguments import boolean, integer, length
+from ..call.cache_descales import expanded, of_append
 from ..call.cached import (
     APPEND,
     DECODE,
@@ -16,6 +17,7 @@ from ..call.cached import (
     DecodeOptions,
     DecodeTensors,
     Lengths,
+    dtype_of_out,
     one_q_position,
     query_sizes,
 )
@@ -105,9 +107,12 @@ def with_kvcache(
     if has_autocast():
         q, k, v = as_cache_under_autocast(k_cache, q, k, v)
         new = new and new._replace(k=k, v=v)
+    descales = q_descale, k_descale, v_descale
+    if not (q_descale is k_descale is v_descale is None):
+        descales = expanded(descales, q, cu_seqlens_q, k_cache)
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
-        cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
+        cu_seqlens_q, cu_seqlens_k_new, *descales, sinks, scheduler_metadata,
     )  # fmt: skip
     lengths = Lengths(seqlen, 0, longest)
     if new is None:
@@ -145,7 +150,7 @@ def _appended(
         _check_given(out, q, result_shapes(q, tensors.v_cache)[0], options)
     appended = AppendTensors(
         k, v, *tensors[1:3], to_rotate, rotated, *tensors[3:6], edges, edges_k, cos, sin,
-        rotary_seqlens, tensors.k_descale, tensors.v_descale,
+        rotary_seqlens, **_descales_of_append(tensors),
     )  # fmt: skip
     how = AppendOptions(interleaved, one_q_position(options), options.backend, function)
     if checked is not None:
@@ -171,7 +176,7 @@ def _attended(
             check_decode(tuple(map(metadata_of, tensors)), options, lengths)
         out_shape, lse_shape = result_shapes(q, tensors.v_cache)
         _check_given(given, q, out_shape, options)
-        out = q.new_empty(out_shape) if given is None else given
+        out = q.new_empty(out_shape, dtype=dtype_of_out(q, options)) if given is None else given
         lse = q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
         decode_operator(out, lse, tensors, lengths, options)
     else:
@@ -191,7 +196,16 @@ def _check_given(
 ) -> None:
     if out is not None:
         check_tensors(options.function, 0, out=out)
-        check_out(options.function, "out", metadata_of(out), shape, q.dtype, q.device, "q")
+        dtype = dtype_of_out(q, options)
+        check_out(options.function, "out", metadata_of(out), shape, dtype, q.device, "q")
+
+
+def _descales_of_append(tensors: DecodeTensors | AppendTensors) -> dict[str, Tensor | None]:
+    """Those by which new tokens are divided, and those that they get."""
+    k_descale, k_descale_out = of_append(tensors.k_descale, tensors.k_cache)
+    v_descale, v_descale_out = of_append(tensors.v_descale, tensors.v_cache)
+    given = {"k_descale": k_descale, "v_descale": v_descale}
+    return given | {"k_descale_out": k_descale_out, "v_descale_out": v_descale_out}
 
 
 def seqlens_of(function: str, cache_seqlens: object) -> tuple[int | None, Tensor | None]:
@@ -232,7 +246,10 @@ def append(tensors: AppendTensors, given: dict[str, object]) -> Tensor | None:
         q, k, v = as_cache_under_autocast(k_cache, q, k, v)
     seqlen, cache_seqlens = seqlens_of(function, tensors.cache_seqlens)
     tensors = tensors._replace(k=k, v=v, q=q, cache_seqlens=cache_seqlens)
+    descales = expanded(tensors[14:16], k, tensors.cu_seqlens_k_new, k_cache)
+    tensors = tensors._replace(k_descale=descales[0], v_descale=descales[1])
     check_tensors(function, 4, **tensors._asdict())
+    tensors = tensors._replace(**_descales_of_append(tensors))
     if q is not None:
         rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
         tensors = tensors._replace(q_out=rotated)

@@ -16,11 +16,12 @@ from ..call.cached import (
     DecodeOptions,
     DecodeTensors,
     Lengths,
+    dtype_of_out,
 )
 from ..call.cached_checks import check_append, check_combine, check_decode, check_out
 from ..call.metadata import metadata_of
 from ..call.selection import ANY, named_backend
-from ..call.tensor_fields import APPEND_TENSORS, DECODE_TENSORS, schema
+from ..call.tensor_fields import APPEND_TENSORS, DECODE_TENSORS, WRITTEN_DESCALES, schema
 from ..modes import is_watched
 from .cached_plans import (
     CheckedCall,
@@ -43,7 +44,7 @@ torch.library.define(
 )
 torch.library.define(
     "flashattn3::append",
-    f"({schema(APPEND_TENSORS)}, {_LENGTHS}, {APPEND.schema}) -> ()",
+    f"({schema((*APPEND_TENSORS, *WRITTEN_DESCALES))}, {_LENGTHS}, {APPEND.schema}) -> ()",
 )
 torch.library.define(
     "flashattn3::combine",
@@ -63,7 +64,7 @@ def run_append(tensors: AppendTensors, lengths: Lengths, options: AppendOptions)
         torch.ops.flashattn3.append.default(*tensors, *lengths, *options)
     else:
         append_of(tensors, lengths, options)
-        count_writes(tensors.k_cache, tensors.v_cache)
+        count_writes(*tensors[2:4], *tensors[-2:])
 
 
 def run_combine(
@@ -76,10 +77,10 @@ def run_combine(
         count_writes(out)
 
 
-def count_writes(*written: Tensor) -> None:
+def count_writes(*written: Tensor | None) -> None:
     """What autograd saved of these tensors is stale; the dispatcher would count the write."""
     for x in written:
-        if not x.is_inference():
+        if x is not None and not x.is_inference():
             torch.autograd.graph.increment_version(x)
 
 
@@ -96,11 +97,13 @@ def check_call(
     return checked_call(tensors, lengths, options)
 
 
-def _check_results(out: Tensor, lse: Tensor, tensors: DecodeTensors, function: str) -> None:
+def _check_results(
+    out: Tensor, lse: Tensor, tensors: DecodeTensors, options: DecodeOptions
+) -> None:
     """The public function allocates them; a caller of the operator may pass anything."""
-    q = tensors.q
-    shapes = result_shapes(q, tensors.v_cache)
-    check_out(function, "out", metadata_of(out), shapes[0], q.dtype, q.device, "q")
+    q, function = tensors.q, options.function
+    shapes, dtype = result_shapes(q, tensors.v_cache), dtype_of_out(q, options)
+    check_out(function, "out", metadata_of(out), shapes[0], dtype, q.device, "q")
     check_out(function, "lse", metadata_of(lse), shapes[1], lse_dtype(q.dtype), q.device, "q")
 
 
@@ -125,7 +128,7 @@ def unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOpt
 def _decode(out, lse, *arguments):
     tensors, lengths, options = unpacked_decode(arguments)
     options = options._replace(backend=_in_force(options.backend))
-    _check_results(out, lse, tensors, options.function)
+    _check_results(out, lse, tensors, options)
     checked = checked_call(tensors, lengths, options)
     run_checked(checked, out, lse, tensors, lengths, options)
 

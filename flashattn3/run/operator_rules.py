@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..call.dtypes import EIGHT_BIT
 from ..call.operands import Tensors, with_values
 
 if TYPE_CHECKING:
@@ -34,13 +35,16 @@ def under_autocast(tensors: Tensors) -> Tensors:
 def as_cache_under_autocast(
     cache: object, *tensors: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Cast queries, new keys and new values of a cached call to the cache's dtype where autocast is
-    enabled for its device. A cache is never cast: it is memory of the caller, and large."""
-    if not (isinstance(cache, torch.Tensor) and cache.dtype in _CAST):
+    """Cast queries, new keys and new values of a cached call to the cache's dtype, or to autocast's
+    where the cache has 8 bits, if autocast is enabled for its device. A cache is never cast: it is
+    memory of the caller, and large."""
+    if not (isinstance(cache, torch.Tensor) and cache.dtype in (*_CAST, *EIGHT_BIT)):
         return tensors
-    if not torch.is_autocast_enabled(cache.device.type):
+    kind, dtype = cache.device.type, cache.dtype
+    if not torch.is_autocast_enabled(kind):
         return tensors
-    return tuple(_cast(x, cache.dtype) for x in tensors)
+    dtype = torch.get_autocast_dtype(kind) if dtype in EIGHT_BIT else dtype
+    return tuple(_cast(x, dtype) for x in tensors)
 
 
 def recorded(plan: Plan, run: Callable, part: str = "", kernel: str = "kernel config") -> Callable:

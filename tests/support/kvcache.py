@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 import flashattn3
+from flashattn3.call.cache_descales import OF_KEYS
+from flashattn3.call.eight_bits import rounded
 from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, check, check_lse
 
 UNUSED_PAGE = -1
+GARBAGE = 99.0  # in memory of int8 that nothing reads
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class CacheCase:
     """seqlens: cached tokens, of which the queries are the last. seqlens_q: one number for dense q,
     a tuple for ragged q. page_size: 0 for a dense cache. layout: of the caches: "nhd", "hnd" (heads
     before tokens), or "one" (K and V in one tensor). others: rows of the cache that no sequence
-    has, which makes cache_batch_idx a permutation."""
+    has, which makes cache_batch_idx a permutation. stored: dtype of the caches, if not q's.
+    descales: the kind of those of K and V."""
 
     name: str
     seqlens: tuple[int, ...]
@@ -41,7 +45,8 @@ class CacheCase:
     leftpad: tuple[int, ...] | None = None
     others: int = 0
     sinks: bool = False
-    descales: bool = False
+    stored: torch.dtype | None = None
+    descales: str = ""
     options: dict = field(default_factory=dict, hash=False)
 
     @property
@@ -59,7 +64,8 @@ class CacheCase:
 
 @dataclass
 class CacheInputs:
-    """arguments: of ``flash_attn_with_kvcache``. k, v: of each sequence, (length, heads, ·)."""
+    """arguments: of ``flash_attn_with_kvcache``. k, v: of each sequence, (length, heads, ·), times
+    those descales that are not of the sequence."""
 
     arguments: dict[str, object]
     k: list[Tensor]
@@ -69,7 +75,7 @@ class CacheInputs:
 def make_cache_inputs(
     case: CacheCase, device: torch.device | str, dtype: torch.dtype, seed: int = 0
 ) -> CacheInputs:
-    """Drawn on the CPU from the case and the seed alone."""
+    """Drawn on the CPU from the case and the seed alone. dtype: of q, and of caches of 16 bits."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -77,7 +83,17 @@ def make_cache_inputs(
 
     heads, dims = case.num_heads_kv, (case.head_dim, case.head_dim_v)
     k, v = ([normal(n, heads, dim) for n in case.seqlens] for dim in dims)
-    stored = [[_without_hidden(case, i, x) for i, x in enumerate(of)] for of in (k, v)]
+    if case.stored:
+        k, v = ([x.double() for x in of] for of in (k, v))
+    factors_of = [[_factors(case, x.shape[0], generator) for x in k] for _ in dims]
+    if case.stored:
+        codes = zip((k, v), factors_of, strict=True)
+        k, v = ([_codes(x, by, case.stored) for x, by in zip(*of, strict=True)] for of in codes)
+    stored = [
+        [_without_hidden(case, i, x) for i, x in enumerate(of)]
+        for of in (k, v, *(factors_of if case.descales == "tokens" else ()))
+    ]
+    stored += () if case.descales == "tokens" else factors_of
     capacity = case.capacity or max(case.seqlens, default=0) + 3
     rows = torch.randperm(case.batch + case.others, generator=generator)[: case.batch]
     arguments: dict[str, object] = dict(case.options)
@@ -86,14 +102,22 @@ def make_cache_inputs(
     else:
         rows = torch.arange(case.batch)
     num_caches = case.batch + case.others
+    held = normal(0, heads, 1).to(case.stored or dtype)
     if case.page_size:
-        table, caches = _paged(case, *stored, rows, num_caches, capacity, generator)
+        table, caches, by = _paged(case, *stored, rows, num_caches, capacity, held, generator)
         arguments["page_table"] = table.to(device)
     else:
-        caches = _stored(case, num_caches, capacity, k[0] if k else normal(0, heads, 1))
+        caches = _stored(case, num_caches, capacity, held)
+        by = _descales(case, num_caches, capacity)
         for row, *of in zip(rows.tolist(), *stored, strict=True):
-            for cache, x in zip(caches, of, strict=True):
-                cache[row, : x.shape[0]] = x
+            for cache, x in zip(caches, of[:2], strict=True):
+                _put(cache[row], x)
+            for descale, x in zip(by, of[2:], strict=False):
+                descale[row, : x.shape[0]] = x[: descale.shape[1]]
+    if case.descales in OF_KEYS:
+        for of, own in zip((k, v), factors_of, strict=True):
+            of[:] = [x.double() * y.double().unsqueeze(-1) for x, y in zip(of, own, strict=True)]
+        arguments |= {"k_descale": by[0].to(device), "v_descale": by[1].to(device)}
     shape = (sum(case.queries),) if case.ragged else (case.batch, case.seqlens_q)
     q = normal(*shape, case.num_heads_q, case.head_dim)
     if case.ragged:
@@ -105,12 +129,45 @@ def make_cache_inputs(
     if case.sinks:
         arguments["sinks"] = torch.randn(case.num_heads_q, generator=generator).to(device)
     if case.descales:
-        for name in ("q_descale", "k_descale", "v_descale"):
-            factors = 0.5 + torch.rand(case.batch, heads, generator=generator)
-            arguments[name] = factors.to(device)
+        factors = 0.5 + torch.rand(case.batch, heads, generator=generator)
+        arguments["q_descale"] = factors.to(device)
+    if case.descales == "heads":
+        like = torch.zeros(0, heads)
+        for name, of in zip(("k_descale", "v_descale"), factors_of, strict=True):
+            arguments[name] = torch.stack([x[0] for x in of]).to(device) if of else like
     seqlens = torch.tensor(case.seqlens, dtype=torch.int32, device=device)
     given = {"q": q.to(device), "k_cache": caches[0].to(device), "v_cache": caches[1].to(device)}
     return CacheInputs({**given, "cache_seqlens": seqlens, **arguments}, k, v)
+
+
+def _factors(case: CacheCase, length: int, generator) -> Tensor:
+    """The descale of each token and head of a sequence, (length or 1, heads)."""
+    size = {"pages": case.page_size or length, "tokens": 1}.get(case.descales, length)
+    if not case.descales:
+        return torch.ones(max(1, length), case.num_heads_kv)
+    own = 0.5 + torch.rand(max(1, length), case.num_heads_kv, generator=generator)
+    if case.stored:
+        own = own / 16
+    first = torch.arange(max(1, length)) // max(1, size) * max(1, size)
+    return own[first]
+
+
+def _codes(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as it is stored, in float64."""
+    return rounded(x / factors[: x.shape[0]].double().unsqueeze(-1), dtype).double()
+
+
+def _put(cache: Tensor, x: Tensor) -> None:
+    """Write the first tokens of a page or a dense cache. int8 has no NaN."""
+    x = x.nan_to_num(GARBAGE) if cache.dtype == torch.int8 else x
+    cache[: x.shape[0]] = x.to(cache.dtype)
+
+
+def _descales(case: CacheCase, lead: int, tokens: int) -> list[Tensor]:
+    """Those of K and V, if they are of pages or tokens, NaN."""
+    size = 1 if case.descales == "pages" else tokens
+    shape = lead, size, case.num_heads_kv
+    return [torch.full(shape, math.nan) for _ in range(2 * (case.descales in OF_KEYS))]
 
 
 def _without_hidden(case: CacheCase, index: int, x: Tensor) -> Tensor:
@@ -127,36 +184,43 @@ def _without_hidden(case: CacheCase, index: int, x: Tensor) -> Tensor:
 def _stored(case: CacheCase, lead: int, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """K and V caches (lead, tokens, heads, ·) of NaN in the case's layout."""
     heads, dims = case.num_heads_kv, (case.head_dim, case.head_dim_v)
+    nothing = GARBAGE if like.dtype == torch.int8 else math.nan
+
+    def new(*shape: int) -> Tensor:
+        return torch.full(shape, nothing, dtype=torch.float32).to(like.dtype)
+
     if case.layout == "one":
-        both = like.new_full((lead, tokens, heads, sum(dims)), math.nan)
-        return both.split(dims, -1)
+        return new(lead, tokens, heads, sum(dims)).split(dims, -1)
     if case.layout == "hnd":
-        return tuple(
-            like.new_full((lead, heads, tokens, dim), math.nan).transpose(1, 2) for dim in dims
-        )
-    return tuple(like.new_full((lead, tokens, heads, dim), math.nan) for dim in dims)
+        return tuple(new(lead, heads, tokens, dim).transpose(1, 2) for dim in dims)
+    return tuple(new(lead, tokens, heads, dim) for dim in dims)
 
 
-def _paged(case, k, v, rows, num_caches: int, capacity: int, generator) -> tuple[Tensor, tuple]:
-    """Pages in a random order; the table is a slice of a wider one."""
+def _paged(
+    case, k, v, k_factors, v_factors, rows, num_caches: int, capacity: int, like, generator
+) -> tuple[Tensor, tuple, list]:
+    """Pages in a random order; the table is a slice of a wider one. Table, caches, descales."""
     size = case.page_size
     width = -(-capacity // size)
     needed = [-(-n // size) for n in case.seqlens]
     num_pages = sum(needed) + 3
     pages = torch.randperm(num_pages, generator=generator).tolist()
-    like = k[0] if k else torch.empty(0, 1, 1)
     caches = _stored(case, num_pages, size, like)
+    descales = _descales(case, num_pages, size)
     table = torch.full((num_caches, width + 5), UNUSED_PAGE, dtype=torch.int32)[:, :width]
-    for row, count, *of in zip(rows.tolist(), needed, k, v, strict=True):
+    for row, count, *of in zip(rows.tolist(), needed, k, v, k_factors, v_factors, strict=True):
         for index in range(count):
             page = pages.pop()
             # A page without a visible token was given back.
             if not of[0][index * size : (index + 1) * size].isnan().all():
                 table[row, index] = page
-            for cache, x in zip(caches, of, strict=True):
-                part = x[index * size : (index + 1) * size]
-                cache[page, : part.shape[0]] = part
-    return table, caches
+            part = slice(index * size, (index + 1) * size)
+            for cache, x in zip(caches, of[:2], strict=True):
+                _put(cache[page], x[part])
+            for descale, own in zip(descales, of[2:], strict=False):
+                own = own[part][: descale.shape[1]]
+                descale[page, : own.shape[0]] = own
+    return table, caches, descales
 
 
 def cache_attention(
@@ -208,7 +272,7 @@ def _one_head(case, given, q, k, v, hidden, place, head) -> tuple[Tensor, Tensor
     scale = case.options.get("softmax_scale", case.head_dim**-0.5)
     wide = torch.promote_types(q.dtype, torch.float32)
     for name in ("q_descale", "k_descale"):
-        if name in given:
+        if name in given and given[name].ndim == 2:
             scale = scale * float(given[name][place])
     scores = ((q * scale) @ k.T).to(wide)
     cap = case.options.get("softcap", 0.0)
@@ -221,7 +285,7 @@ def _one_head(case, given, q, k, v, hidden, place, head) -> tuple[Tensor, Tensor
     lse = torch.logsumexp(scores, 1)
     p = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(1))
     out = p[:, : k.shape[0]].to(q.dtype) @ v
-    if "v_descale" in given:
+    if "v_descale" in given and given["v_descale"].ndim == 2:
         out = out * float(given["v_descale"][place])
     return out, lse
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...call.dtypes import SIXTEEN_BIT
+from ...call.tensor_fields import WRITTEN_DESCALES
 from ..base import head_dim_reason
+from .decode_launch import descale_reason
 from .kernel_configs import APPEND_MEASURED, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -26,9 +28,10 @@ class AppendLaunch:
 
 def unfit_reason(problem: AppendProblem) -> str | None:
     """Why the append kernel does not take the problem, or None."""
-    if problem.dtype not in SIXTEEN_BIT:
-        return f"writes float16 and bfloat16, not {problem.dtype}"
-    return head_dim_reason(problem, MAX_HEAD_DIM)
+    for dtype in (problem.dtype, problem.cache_dtype):
+        if dtype not in SIXTEEN_BIT:
+            return f"writes float16 and bfloat16, not {dtype}"
+    return descale_reason(problem) or head_dim_reason(problem, MAX_HEAD_DIM)
 
 
 def prepare_append(problem: AppendProblem, library: Library) -> Callable:
@@ -38,6 +41,7 @@ def prepare_append(problem: AppendProblem, library: Library) -> Callable:
 
     def run(tensors: AppendTensors, lengths: Lengths) -> None:
         seqlen = lengths.seqlen
-        operator(*tensors, -1 if seqlen is None else seqlen, interleaved, one_q_position)
+        given = tensors[: -len(WRITTEN_DESCALES)]
+        operator(*given, -1 if seqlen is None else seqlen, interleaved, one_q_position)
 
     return run

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...call.cache_descales import OF_KEYS
 from ...call.cached import DecodeTensors
 from ...call.dtypes import NAMES, SIXTEEN_BIT
 from ..base import CachedOperators, score_factor_reason
@@ -26,7 +27,7 @@ from .kernel_configs import (
 from .launch_record import decode_record_of
 
 if TYPE_CHECKING:
-    from ...call.cached import DecodeProblem, Lengths
+    from ...call.cached import AppendProblem, DecodeProblem, Lengths
     from ..device import DeviceInfo
     from .library import Library
 
@@ -190,6 +191,10 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
     """Why no decode kernel takes the problem, or None."""
     if problem.dtype not in SIXTEEN_BIT:
         return f"computes in float16 and bfloat16, not in {problem.dtype}"
+    if problem.cache_dtype != problem.dtype:
+        return f"reads caches of q's dtype, {problem.dtype}, not {problem.cache_dtype}"
+    if (reason := descale_reason(problem)) is not None:
+        return reason
     for name in ("head_dim", "head_dim_v"):
         size = getattr(problem, name)
         if size > MAX_HEAD_DIM or size % ALIGNED:
@@ -202,6 +207,15 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
         parts = "cuts the batch into equal shares (num_splits=0) or no sequence (1)"
         return f"{parts}, num_splits is {problem.num_splits}"
     return score_factor_reason(problem, 100, torch.float32)
+
+
+def descale_reason(problem: DecodeProblem | AppendProblem) -> str | None:
+    """Why no kernel reads the descales of a problem's caches, or None."""
+    for name in ("k_descale", "v_descale"):
+        kind = getattr(problem, name)
+        if kind in OF_KEYS:
+            return f"takes a descale for each head of a sequence, {name} has those of {kind}"
+    return None
 
 
 def config_of(problem: DecodeProblem) -> DecodeConfig:

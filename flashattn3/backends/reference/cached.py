@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...call.cache_descales import OF_KEYS, PAGES, kind_of
 from ...call.cached import new_out
+from ...call.dtypes import EIGHT_BIT, FP8
+from ...call.eight_bits import rounded, with_descale
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
 from .rotary import rotated
 
@@ -46,13 +49,13 @@ class ReferenceCachedCall(NamedTuple):
         lengths: Lengths,
         options_hash: int,
     ) -> Tensor:
-        out = new_out(tensors) if out is None else out
+        out = new_out(tensors, self.problem.out_dtype) if out is None else out
         with torch.autocast(out.device.type, enabled=False), _writing_to(out):
             _decode(self.problem, out, lse, tensors, lengths, options_hash)
         return out
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
-        written = tensors.k_cache, tensors.v_cache, tensors.q_out
+        written = *tensors[2:4], tensors.q_out, *tensors[-2:]
         with torch.autocast(tensors.k.device.type, enabled=False), _writing_to(*written):
             _append(self.problem, tensors, lengths)
 
@@ -75,7 +78,12 @@ def _writing_to(*tensors: Tensor | None) -> AbstractContextManager:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _movable(x: Tensor) -> Tensor:
+    """Torch moves bytes, not e4m3, by index."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -113,7 +121,8 @@ def _spans(cu_seqlens: Tensor | None, batch: int, seqlen: int, total: int, devic
 
 
 class _Keys(NamedTuple):
-    """Keys of one sequence, (keys, heads, ·), 0 where no query sees them.
+    """Keys of one sequence, (keys, heads, ·), at least float32, 0 where no query sees them; times
+    their descales, unless these are of the sequence.
 
     lost: (keys,), within the length, but of a page that does not exist.
     """
@@ -140,10 +149,16 @@ def _gather(
         page = table[row][position // page_size].long()
         exists = inside & (page >= 0) & (page < num_pages)
         page, token = torch.where(exists, page, 0), position % page_size
-    if 0 in caches[0].shape[:2]:  # no page exists
-        rows = [x.new_zeros((bound, *x.shape[2:])) for x in caches]
-    else:
-        rows = [torch.where(exists[:, None, None], x[page, token], 0.0) for x in caches]
+    rows = []
+    for cache, descale in zip(caches, (tensors.k_descale, tensors.v_descale), strict=True):
+        kind, wide = kind_of(descale, cache), _wide(cache.dtype)
+        if 0 in cache.shape[:2]:  # no page exists
+            rows.append(cache.new_zeros((bound, *cache.shape[2:]), dtype=wide))
+            continue
+        found = _movable(cache)[page, token].view(cache.dtype).to(wide)
+        if kind in OF_KEYS:
+            found = found * descale[page, 0 if kind == PAGES else token].to(wide).unsqueeze(-1)
+        rows.append(torch.where(exists[:, None, None], found, 0.0))
     return _Keys(*rows, seen & ~exists)
 
 
@@ -170,7 +185,7 @@ def _decode(
     shape = (total_q + 1, problem.num_heads_q)
     flat = q.new_zeros((*shape, problem.head_dim_v), dtype=out.dtype)
     flat_lse = lse.new_full(shape, -math.inf)
-    rows = q.reshape(-1, *q.shape[-2:])
+    rows = q.reshape(-1, *q.shape[-2:]).to(_wide(q.dtype) if q.dtype == FP8 else q.dtype)
     for index in range(batch):
         row = torch.tensor(index, device=device)
         if tensors.cache_batch_idx is not None:
@@ -244,11 +259,11 @@ def _rows(
     """
     wide, heads_kv = _wide(q.dtype), problem.num_heads_kv
     q = q.to(wide).unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)  # heads_kv, group, tokens, d
-    k, v = (x.to(wide).transpose(0, 1) for x in (keys.k, keys.v))
+    k, v = keys.k.transpose(0, 1), keys.v.transpose(0, 1)
     scale = problem.score_scale
     scores = torch.einsum("hgtd,hnd->hgtn", q * scale.softmax_scale, k)
-    for descale in (tensors.q_descale, tensors.k_descale):
-        if descale is not None:
+    for descale, kind in ((tensors.q_descale, None), (tensors.k_descale, problem.k_descale)):
+        if descale is not None and kind not in OF_KEYS:
             scores = scores * descale[index].to(wide)[:, None, None, None]
     if scale.is_capped:
         scores = scale.unit * torch.tanh(scores / scale.unit)
@@ -262,7 +277,7 @@ def _rows(
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - _finite(lse).unsqueeze(-1))[..., : k.shape[1]]
     out = torch.einsum("hgtn,hnd->thgd", p, v)
-    if tensors.v_descale is not None:
+    if tensors.v_descale is not None and problem.v_descale not in OF_KEYS:
         out = out * tensors.v_descale[index].to(wide)[:, None, None]
     poison = torch.where(fits, 0.0, math.nan).to(wide)
     out, lse = out.flatten(1, 2) + poison, lse.permute(2, 0, 1).flatten(1, 2) + poison
@@ -306,13 +321,17 @@ def _append(problem, tensors: AppendTensors, lengths: Lengths) -> None:
     place, exists = _places(tensors, sequence, cached[sequence] + token, exists, capacity)
     k = _rotate(problem, tensors, k, sequence, token, cached)
     v = tensors.v.reshape(-1, *tensors.v.shape[-2:]).to(_wide(k.dtype))
-    for x, cache, descale in (
-        (k.to(_wide(k.dtype)), tensors.k_cache, tensors.k_descale),
-        (v, tensors.v_cache, tensors.v_descale),
-    ):
-        if descale is not None:
-            x = x / descale.to(x.dtype)[sequence].unsqueeze(-1)
-        _write(cache, x.to(cache.dtype), place, exists)
+    for x, name in ((k.to(v.dtype), "k"), (v, "v")):
+        fields = f"{name}_cache", f"{name}_descale", f"{name}_descale_out"
+        cache, given, written = (getattr(tensors, field) for field in fields)
+        if given is not None:
+            at = sequence if given.ndim == 2 else place[0]
+            x = x / (given[at] if given.ndim == 2 else given[at, 0]).to(x.dtype).unsqueeze(-1)
+        if written is not None:
+            x, descale = with_descale(x, cache.dtype)
+            _write(written, descale, place, exists)
+        stored = rounded(x, cache.dtype) if cache.dtype in EIGHT_BIT else x.to(cache.dtype)
+        _write(_movable(cache), _movable(stored), place, exists)
 
 
 def _tokens_of(x: Tensor, edges: Tensor | None, batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -369,5 +388,6 @@ def _write(cache: Tensor, values: Tensor, place: tuple[Tensor, Tensor], exists: 
     first = exists.long().argmax()
     some = exists.any()
     page, token = (torch.where(exists, x, torch.where(some, x[first], 0)) for x in place)
+    exists = exists.view(-1, *(1,) * (values.ndim - 1))
     spare = torch.where(some, values[first], cache[0, 0])
-    cache.index_put_((page, token), torch.where(exists[:, None, None], values, spare))
+    cache.index_put_((page, token), torch.where(exists, values, spare))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call.cached import new_out, query_sizes
+from ...call.tensor_fields import WRITTEN_DESCALES
 from .cache_tiles import CacheTile
 from .columns import blocks_alike, padded
 from .kernels import append, cache_parts, combine, decode
@@ -206,7 +207,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
         cos = tensors.rotary_cos
         launch(
             (ceil(max(num_rows_k, num_rows_q) / APPEND_ROWS), 2 * heads_kv + heads_q, 1),
-            tensors,
+            tensors[: -len(WRITTEN_DESCALES)],
             (
                 *_strides(k, varlen),
                 *_strides(v, varlen),

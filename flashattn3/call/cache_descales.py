@@ -1,0 +1,116 @@
+"""The descales of a cached call: their shapes, and the errors of wrong ones.
+
+A stored key or value times its descale is the real one, whatever the cache's dtype. A descale is
+float32, one for each head of a sequence, of a page or of a token:
+
+    heads: (batch, num_heads_kv); of a single number ``expanded`` makes this.
+    pages: (num_pages, 1, num_heads_kv), of a dense cache (num_caches, 1, num_heads_kv).
+    tokens: (num_pages, page_size, num_heads_kv), of a dense cache (num_caches, capacity,
+        num_heads_kv). An append computes these and writes them; it divides by the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError, complaint, expect
+from .dtypes import EIGHT_BIT, INT8
+from .metadata import Metadata
+from .tensor_checks import check_device
+
+HEADS, PAGES, TOKENS = "heads", "pages", "tokens"
+OF_KEYS = (PAGES, TOKENS)  # descales that may differ from key to key of a sequence
+
+
+def kind_of(descale: Metadata | Tensor | None, cache: Metadata | Tensor) -> str | None:
+    """One of the three kinds; None without a descale. Where a page, or a dense cache, holds a
+    single token, its descale is that of the token."""
+    if descale is None:
+        return None
+    if len(descale.shape) != 3:
+        return HEADS
+    return TOKENS if descale.shape[1:2] == cache.shape[1:2] else PAGES
+
+
+def of_append(descale: Tensor | None, cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The descale by which new tokens are divided, and that which they get; one of them is None."""
+    return (None, descale) if kind_of(descale, cache) == TOKENS else (descale, None)
+
+
+def expanded(
+    descales: tuple, rows: object, cu_seqlens: Tensor | None, cache: object
+) -> tuple[object, ...]:
+    """Tensors of one number, with no or one axis, as (batch, num_heads_kv); others as they are.
+
+    rows, cu_seqlens: of queries or new tokens, which have the batch. The checks name what is no
+    tensor of a legal shape.
+    """
+    single = [isinstance(x, Tensor) and x.ndim <= 1 and x.numel() == 1 for x in descales]
+    if not any(single):
+        return descales
+    try:
+        batch = rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        heads = cache.shape[2]
+    except (AttributeError, IndexError):
+        return descales
+    both = zip(descales, single, strict=True)
+    return tuple(x.expand(batch, heads) if is_single else x for x, is_single in both)
+
+
+def check_descales(function: str, tensors: tuple, batch: int, of: str) -> None:
+    """Those of both caches of a call or an append. of: name of the tensor on whose device all
+    others are."""
+    for side in "kv":
+        cache, descale = (getattr(tensors, f"{side}_{x}") for x in ("cache", "descale"))
+        name = f"{side}_descale"
+        if descale is None:
+            wanted = f"a float32 tensor where {side}_cache is {INT8}"
+            has_own = getattr(tensors, f"{name}_out", None) is not None
+            expect(cache.dtype != INT8 or has_own, function, name, wanted, None)
+            continue
+        heads, shape = cache.shape[2], tuple(descale.shape)
+        tokens = cache.shape[1]
+        lead = "num_caches" if tensors.page_table is None else "num_pages"
+        per = f"{cache.shape[0], tokens, heads} or {cache.shape[0], 1, heads} ({lead}, tokens or 1"
+        wanted = f"{batch, heads} (batch, num_heads_kv), or {per}, num_heads_kv)"
+        legal = (batch, heads), (cache.shape[0], tokens, heads), (cache.shape[0], 1, heads)
+        expect(shape in legal, function, f"{name}.shape", wanted, shape)
+        _check_float32(function, name, descale, cache.device, of)
+
+
+def check_q_descale(function: str, descale: Metadata | None, wanted: tuple, device) -> None:
+    """(batch, num_heads_kv): query heads that share a KV head share it."""
+    if descale is None:
+        return
+    shape, name = tuple(descale.shape), "q_descale"
+    expect(shape == wanted, function, f"{name}.shape", f"{wanted} (batch, num_heads_kv)", shape)
+    _check_float32(function, name, descale, device, "q")
+
+
+def check_written_descales(function: str, tensors: tuple) -> None:
+    """Descales that an append computes: one for each token of a cache of 8 bits."""
+    for side in "kv":
+        name, cache = f"{side}_descale", getattr(tensors, f"{side}_cache")
+        descale = getattr(tensors, f"{name}_out")
+        if descale is None:
+            continue
+        given = getattr(tensors, name)
+        expect(given is None, function, name, f"None beside {name}_out", "a tensor")
+        if cache.dtype not in EIGHT_BIT:
+            wanted = f"(batch, num_heads_kv) where new tokens are written to {cache.dtype}"
+            sentence = complaint(function, f"{name}.shape", wanted, tuple(descale.shape))
+            raise UnsupportedError(f"{sentence}: caches of 8 bits have descales of tokens")
+        wanted, found = tuple(cache.shape[:3]), tuple(descale.shape)
+        expect(found == wanted, function, f"{name}.shape", f"{wanted} as {side}_cache's", found)
+        _check_float32(function, name, descale, cache.device, "k")
+        axes = zip(descale.shape, descale.stride, strict=True)
+        own = all(size <= 1 or step for size, step in axes)
+        wanted = "without a stride of 0: descales of new tokens are written to it"
+        expect(own, function, f"{name}.stride", wanted, tuple(descale.stride))
+
+
+def _check_float32(function: str, name: str, descale: Metadata, device, of: str) -> None:
+    dtype = descale.dtype
+    expect(dtype == torch.float32, function, f"{name}.dtype", torch.float32, dtype)
+    check_device(function, name, descale, device, of)
