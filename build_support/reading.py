@@ -3,7 +3,8 @@
 ``python -m build_support.reading`` prints the files and lines of the main loop and of the whole
 forward, and the files that q crosses; tests/test_format.py holds the sizes that csrc/README.md
 promises. A file counts if the first one includes it, directly or not. csrc/ptx does not count (one
-instruction family per file), nor do the headers of 8-bit inputs, whose records the others hold.
+instruction family per file), nor do the headers of 8-bit inputs, of a bias, of the largest score and
+of listed masks, whose records and calls the others hold.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-EIGHT_BIT = {
+OTHER_CONFIGS = {
+    "attention/bias.cuh",
+    "attention/largest_score.cuh",
+    "attention/list_sizes.h",
+    "attention/mask_lists.cuh",
+    "forward/load_listed.cuh",
     "attention/descale.cuh",
     "forward/quantized_arguments.h",
     "forward/single_key.cuh",
@@ -60,11 +66,11 @@ def files_to_read(first: str, left_out: set[str]) -> dict[str, int]:
 
 
 def main_loop() -> dict[str, int]:
-    return files_to_read("forward/mainloop.cuh", EIGHT_BIT | NOT_IN_MAIN_LOOP)
+    return files_to_read("forward/mainloop.cuh", OTHER_CONFIGS | NOT_IN_MAIN_LOOP)
 
 
 def whole_forward() -> dict[str, int]:
-    return files_to_read("forward/kernel.cuh", EIGHT_BIT)
+    return files_to_read("forward/kernel.cuh", OTHER_CONFIGS)
 
 
 def main() -> None:

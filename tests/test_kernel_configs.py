@@ -37,6 +37,7 @@ from flashattn3.backends.hopper.kernel_configs import (
     select_forward_config,
 )
 from flashattn3.call.descales import BLOCKS
+from flashattn3.masks.block_lists import BLOCK_COLUMNS, BLOCK_ROWS
 
 REGISTERS_OF_AN_SM = 65536
 ids = {"ids": lambda config: config.name}
@@ -44,7 +45,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 120
+    assert len(set(names)) == len(names) <= 130
     assert all(name.isidentifier() for name in names)
 
 
@@ -100,7 +101,7 @@ def test_every_problem_finds_exactly_one_row(dtype, masked):
         kin = [
             (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k, r.block_m, r.block_n)
             for r in FORWARD_CONFIGS
-            if r.term == NO_TERM
+            if r.term == NO_TERM and not r.listed
         ]
         assert len(set(kin)) == len(kin)
         of = dtype, config.head_dim, config.head_dim_v, masked, None
@@ -137,9 +138,34 @@ def test_slopes_find_a_kernel_of_16_bits_with_a_mask(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_calls_with_lists_of_blocks_find_a_row_of_16_bits(dtype):
+    """Its work tiles are the lists' blocks of rows; gradients have one up to 128 columns."""
+    for head_dim, dim_v in (
+        (1, 1),
+        (64, 64),
+        (65, 8),
+        (128, 128),
+        (192, 128),
+        (192, 192),
+        (256, 8),
+    ):
+        config = select_forward_config(dtype, head_dim, dim_v, False, 1000, listed=True)
+        of_gradient = select_backward_config(dtype, head_dim, dim_v, listed=True)
+        if dtype in EIGHT_BIT:
+            assert config is None and of_gradient is None
+            continue
+        assert config.listed and config.masked and config.block_m == BLOCK_ROWS
+        assert config.block_n % BLOCK_COLUMNS == 0
+        assert config.head_dim >= head_dim and config.head_dim_v >= dim_v
+        assert (of_gradient is None) == (head_dim > 128)
+        if of_gradient is not None:
+            assert of_gradient.listed and of_gradient.block_n == BLOCK_ROWS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_16_bits_find_the_smallest_row(dtype):
     largest = max(config.head_dim for config in BACKWARD_CONFIGS)
-    rows = [r for r in BACKWARD_CONFIGS if r.dtype == dtype and r.term == NO_TERM]
+    rows = [r for r in BACKWARD_CONFIGS if r.dtype == dtype and r.term == NO_TERM and not r.listed]
     kin = [(r.head_dim, r.head_dim_v) for r in rows]
     assert len(set(kin)) == len(kin)
     dims = (1, 8, 64, 65, 96, 97, 128, 129, 136, 160, 191, 192, 193, 256)

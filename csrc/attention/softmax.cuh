@@ -90,6 +90,11 @@ struct SoftmaxState {
   __device__ __forceinline__ float row_sum(int r) const { return quad_sum(sum[r]); }
 };
 
+// A tile of which all rows see all keys.
+struct AllVisible {
+  __device__ __forceinline__ bool sees(int) const { return true; }
+};
+
 // Largest: LargestScore, or NoScore.
 template <ElementType kElement, int kN, bool kRowsMayBeEmpty, class Largest = NoScore>
 struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
@@ -149,14 +154,16 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
     bool overflow, above;
   };
 
-  // For tiles of which all rows see all keys: subtract_row_max and exponentiate in one pass; the
-  // sums show whether row_max must rise.
-  template <class Scale>
-  __device__ __forceinline__ Outcome exponentiate_at_once(float (&s)[kCount], const Scale& scale) {
+  // Where every row has seen a key: subtract_row_max, a mask and exponentiate in one pass; the sums
+  // show whether row_max must rise. bits: ThreadBits or AllVisible.
+  template <class Scale, class Bits = AllVisible>
+  __device__ __forceinline__ Outcome exponentiate_at_once(float (&s)[kCount], const Scale& scale,
+                                                          const Bits& bits = {}) {
     float part[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_approx(scale.exponent(s[i], i, row_max[row_of(i)]));
+      const float exponent = scale.exponent(s[i], i, row_max[row_of(i)]);
+      s[i] = exp2_approx(bits.sees(i) ? exponent : -INFINITY);
       part[row_of(i)] += s[i];
     }
     const bool all_fit = __all_sync(~0u, part[0] + part[1] < kLargestSum);

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention/alibi.cuh"
+#include "attention/mask_lists.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/sinks.cuh"
 #include "attention/tile_scheduler.cuh"
@@ -108,6 +109,13 @@ struct BiasArguments : Arguments {
   int heads_differ, sequences_differ;
   int ds_heads_differ, ds_sequences_differ;
   int batch;
+};
+
+// Additional arguments of kernel configs whose mask is lists of blocks.
+struct ListedArguments : Arguments {
+  MaskLists lists;       // of keys: each n_block has a list of m_blocks
+  const int32_t* turns;  // as lists.entries: n_blocks with shorter lists, or as long ones and
+                         // later in work, that list the m_block too; read if deterministic
 };
 
 // The 64 rows of a head that a CTA of preprocess or postprocess computes: a block of the workspace.

@@ -16,6 +16,7 @@ struct Config {
   int num_stages;          // tiles of Q and of dO in shared memory; cluster2: unused
   int num_mma_warpgroups;  // of a CTA, 64 keys each; with cluster2 2
   ScoreTerm term = ScoreTerm::kNone;
+  bool listed = false;  // the mask is lists of blocks of queries (attention/mask_lists.cuh)
 };
 
 constexpr int kBlockM = 64;  // queries of a step

@@ -5,6 +5,7 @@
 
 #include "attention/bias.cuh"
 #include "attention/block_list.cuh"
+#include "attention/mask_lists.cuh"
 #include "backward/arguments.h"
 #include "backward/probabilities.cuh"
 #include "backward/traits.cuh"
@@ -67,6 +68,15 @@ class ConsumerState {
   __device__ __forceinline__ void mask_unless_full(Scores& p, int position,
                                                    BlockRange full_blocks) {
     if (contains(full_blocks, position)) return;
+    if constexpr (Traits::kListed) {
+      // From global memory, late: the other warpgroup computes meanwhile, and there is no space for
+      // the bits in shared memory, nor registers to load them early without slowing full blocks.
+      const MaskLists& lists = static_cast<const ListedArguments&>(args_).lists;
+      const int index = tile().blocks.first_tile + position - full_blocks.end;
+      ThreadBits<1> bits;
+      bits.load(0, lists.tile(index));
+      return bits.hide(p, 0.f);
+    }
     mask_probabilities<kBlockM>(p, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),
                                 tile().m_blocks.block(position) * kBlockM);
   }
@@ -259,7 +269,9 @@ class ConsumerState {
     named_barrier_sync(1 + Traits::kConsumers, kThreads);  // Sync: as above.
   }
 
-  __device__ __forceinline__ const WorkTile& tile() const { return storage_.tile[tile_.index()]; }
+  __device__ __forceinline__ const typename SharedStorageOf<kConfig>::Tile& tile() const {
+    return storage_.tile[tile_.index()];
+  }
   __device__ __forceinline__ int warp_first_key() const {
     return tile().first_key + threadIdx.x / 32 * kRowsOfWarp;
   }

@@ -35,10 +35,16 @@ __device__ __forceinline__ bool warp_claims(int32_t* state) {
   return false;
 }
 
-// Deterministic: number of work tiles (kBlockN keys) that add to an m_block before this one.
+// Deterministic: number of work tiles (kBlockN keys) that add to an m_block, which is at this
+// position, before this one.
 template <int kBlockN>
-__device__ __forceinline__ int tiles_before(const Arguments& args, const WorkTile& tile,
-                                            int block) {
+__device__ __forceinline__ int tiles_before(const Arguments&, const ListedWorkTile& tile, int,
+                                            int position) {
+  return __ldg(tile.turns + position);
+}
+template <int kBlockN>
+__device__ __forceinline__ int tiles_before(const Arguments& args, const WorkTile& tile, int block,
+                                            int) {
   const int index = tile.first_key / kBlockN;
   if (args.traversal == Traversal::kAscending) return index;
   const int last_row = min((block + 1) * kBlockM, tile.num_rows) - 1;

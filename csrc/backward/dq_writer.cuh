@@ -14,6 +14,7 @@ namespace flashattn3::backward {
 template <Config kConfig>
 class DqWriter {
   using Traits = KernelTraits<kConfig>;
+  using Tile = typename SharedStorageOf<kConfig>::Tile;
 
  public:
   // writer: number of the warpgroup, or of the part of dQ.
@@ -27,7 +28,7 @@ class DqWriter {
     while (true) {
       // Sync: the producer has written the work tile.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
-      const WorkTile tile = storage_.tile[tile_.index()];
+      const Tile tile = storage_.tile[tile_.index()];
       storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has read it.
       tile_.advance();
       if (tile.first_key < 0) return;
@@ -37,11 +38,12 @@ class DqWriter {
         const int warpgroup = turn_.index();
         if (Traits::kDqParts > 1 && writer_ < Traits::kConsumers) {
           Barrier& full = storage_.dq_full[Traits::kConsumers + writer_];
-          write(tile, steps.head(tile), steps.block(tile), writer_, full, own_.phase());
+          write(tile, steps.head(tile), steps.block(tile), steps.position(), writer_, full,
+                own_.phase());
           own_.advance();
         } else if (Traits::kDqParts > 1 || warpgroup == writer_) {
-          write(tile, steps.head(tile), steps.block(tile), warpgroup, storage_.dq_full[warpgroup],
-                turn_.phase());
+          write(tile, steps.head(tile), steps.block(tile), steps.position(), warpgroup,
+                storage_.dq_full[warpgroup], turn_.phase());
         }
       }
       wait_for_memory();
@@ -53,12 +55,13 @@ class DqWriter {
  private:
   // Writes dQ, or this thread's part, of one m_block of a head, which a warpgroup has computed: the
   // first tile stores, later tiles add.
-  __device__ __forceinline__ void write(const WorkTile& tile, int head, int block, int warpgroup,
-                                        Barrier& full, uint32_t phase) {
+  __device__ __forceinline__ void write(const Tile& tile, int head, int block, int position,
+                                        int warpgroup, Barrier& full, uint32_t phase) {
     const int part = Traits::kDqParts > 1 ? writer_ : 0;
     const int64_t row = workspace_row(args_, tile, head, block);
     int32_t* dq_semaphore = args_.workspace.dq_semaphore + row / kBlockM * Traits::kDqParts + part;
-    const int before = args_.deterministic ? tiles_before<Traits::kBlockN>(args_, tile, block) : 0;
+    const int before =
+        args_.deterministic ? tiles_before<Traits::kBlockN>(args_, tile, block, position) : 0;
     // Sync: all earlier tiles have added their dQ.
     while (before > 0 && load_acquire(dq_semaphore) < before) {
     }

@@ -33,6 +33,21 @@ __device__ __forceinline__ void store_gradient(const RowTarget& target, int firs
   __syncwarp();
 }
 
+// The same without shared memory, for rare cases.
+template <ElementType kElement, int kCount>
+__device__ __forceinline__ void store_unstaged(const RowTarget& target,
+                                               const float (&gradient)[kCount], float factor) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const int row = thread_row(lane) + register_row(i);
+    const int column = thread_column(lane) + register_column(i);
+    if (row >= target.num_rows || column >= target.num_columns) continue;
+    *reinterpret_cast<uint32_t*>(target.data + row * target.row_stride + column) =
+        pack<kElement>(gradient[i] * factor, gradient[i + 1] * factor);
+  }
+}
+
 // first_key: of the warp, in the sequence.
 __device__ __forceinline__ RowTarget key_target(const Arguments& args, const WorkTile& tile,
                                                 int first_key) {

@@ -16,6 +16,7 @@ namespace flashattn3::backward {
 template <Config kConfig>
 class Producer {
   using Traits = KernelTraits<kConfig>;
+  using Tile = typename SharedStorageOf<kConfig>::Tile;
   // Number of steps before the end of a tile at which the next tile is requested.
   static constexpr int kRequestSteps = 3;
 
@@ -27,7 +28,7 @@ class Producer {
         tiles_(args.scheduler) {}
 
   __device__ __forceinline__ void run() {
-    WorkTile tile;
+    Tile tile;
     while (next_valid_tile(tile)) {
       publish(tile);
       WorkTileSteps steps(args_, tile);
@@ -46,9 +47,9 @@ class Producer {
 
  private:
   // Finds the next tile that has keys (with varlen some have none); false: no tile is left.
-  __device__ __forceinline__ bool next_valid_tile(WorkTile& tile) {
+  __device__ __forceinline__ bool next_valid_tile(Tile& tile) {
     while (!tiles_.done()) {
-      tile = describe_work_tile<Traits::kBlockN, Traits::kBias>(args_, tiles_.index());
+      tile = describe_work_tile<Traits::kBlockN, Traits::kBias, Tile>(args_, tiles_.index());
       if (tile.first_key < tile.num_keys) return true;
       tiles_.request();
       tiles_.advance();
@@ -57,7 +58,7 @@ class Producer {
   }
 
   // Sync: the slot is free once all readers have released the tile before last.
-  __device__ __forceinline__ void publish(const WorkTile& tile) {
+  __device__ __forceinline__ void publish(const Tile& tile) {
     storage_.tile_empty[tile_.index()].wait(tile_.phase());
     storage_.tile[tile_.index()] = tile;
     storage_.tile_full[tile_.index()].arrive();

@@ -40,8 +40,12 @@ class Consumer : ConsumerStep<kConfig> {
       storage_.tile_full[tile_.index()].wait(tile_.phase());
       if (uniform(tile().first_key) < 0) break;
       if (uniform(tile().m_blocks.begin) == uniform(tile().m_blocks.end)) {
-        store_zeros(key_target(args_, tile(), warp_first_key()));
-        store_zeros(value_target(args_, tile(), warp_first_key()));
+        if constexpr (Traits::kListed) {
+          attend_nothing();
+        } else {
+          store_zeros(key_target(args_, tile(), warp_first_key()));
+          store_zeros(value_target(args_, tile(), warp_first_key()));
+        }
       } else {
         attend();
       }
@@ -59,7 +63,7 @@ class Consumer : ConsumerStep<kConfig> {
     const int last_key = min(first_key + 63, uniform(tile().num_keys) - 1);
     const int num_rows = uniform(tile().num_rows);
     const BlockRange seen = m_blocks_of<kBlockM>(tile_mask(), num_rows, first_key, last_key);
-    const BlockRange full_blocks = full_m_blocks<kBlockM>(tile_mask(), first_key, first_key + 63);
+    const BlockRange full_blocks = full_positions(first_key);
     KeyGradient dk;
     ValueGradient dv;
 #pragma unroll
@@ -92,6 +96,26 @@ class Consumer : ConsumerStep<kConfig> {
     named_barrier_sync(1 + warpgroup_, 128);
     if (reduce_parts<kConfig>(args_, tile(), threadIdx.x / 32, dk, dv)) store(dk, dv);
     storage_.v_empty.arrive();  // Sync: this thread is done with V's buffer.
+  }
+
+  // Positions of m_blocks that see all keys of this warpgroup.
+  __device__ __forceinline__ BlockRange full_positions(int first_key) const {
+    if constexpr (Traits::kListed) {
+      return {0, uniform(tile().blocks.num_full)};
+    } else {
+      return full_m_blocks<kBlockM>(tile_mask(), first_key, first_key + 63);
+    }
+  }
+
+  // For keys that no query sees, of this part of the heads if their lists differ: then it adds
+  // zeros to the sums of the others. V's buffer belongs to the next tile.
+  __device__ __forceinline__ void attend_nothing() {
+    KeyGradient dk = {};
+    ValueGradient dv = {};
+    if (!reduce_parts<kConfig>(args_, tile(), threadIdx.x / 32, dk, dv)) return;
+    store_unstaged<kElement>(value_target(args_, tile(), warp_first_key()), dv,
+                             unit_of_probabilities(kConfig));
+    store_unstaged<kElement>(key_target(args_, tile(), warp_first_key()), dk, args_.softmax_scale);
   }
 
   // Stores them over this warp's keys of V.

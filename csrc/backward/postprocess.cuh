@@ -54,13 +54,16 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
       Mask::of(rows.length, num_keys, args.window)
           .template n_blocks<64>(first_row, min(first_row + kBlockM, rows.length) - 1);
   wait_for_tiles<kConfig>(args, batch_idx, head, num_keys);
+  bool has_sum = seen.begin < seen.end;
+  // The lists of keys do not tell whether a block of queries is in one, but the additions do.
+  if constexpr (kConfig.listed) has_sum = __ldcg(args.workspace.dq_semaphore + number) != kNobody;
   const float4* dq_accum = reinterpret_cast<const float4*>(args.workspace.dq_accum +
                                                            int64_t{number} * (kBlockM * kHeadDim)) +
                            threadIdx.x;
   float4 sum[kHeadDim / 8];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 8; ++i) {
-    sum[i] = seen.begin < seen.end ? __ldcs(dq_accum + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
+    sum[i] = has_sum ? __ldcs(dq_accum + i * 128) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll

@@ -36,7 +36,10 @@ struct KernelTraits {
   static constexpr int kDqColumns = kHeadDim / kDqParts;
   static constexpr int kDqBytes = kBlockM * kDqColumns * 4;  // of a part
   static constexpr bool kBias = has_bias(kConfig);
-  using Arguments = std::conditional_t<kBias, BiasArguments, backward::Arguments>;
+  static constexpr bool kListed = kConfig.listed;
+  using Arguments =
+      std::conditional_t<kListed, ListedArguments,
+                         std::conditional_t<kBias, BiasArguments, backward::Arguments>>;
   static constexpr int kBiasBytes = kBlockM * kBlockN * 2;
   // Where a warpgroup hands over dQ.
   static constexpr bool kOneDqBuffer = num_dq_buffers(kConfig) == 1;
@@ -79,6 +82,7 @@ struct KernelTraits {
   static_assert(kStages >= 2 && (kStages & (kStages - 1)) == 0, "a step's number gives its stage");
   static_assert(kDqParts == 1 ? kHeadDimV == kHeadDim : kDqParts == kConsumers + 1);
   static_assert(kHeadDim % 32 == 0 && kHeadDimV <= 128, "dK and dV are kept in registers");
+  static_assert(!kListed || (!kBias && kDqParts == 1), "a step of up to 128 columns reads bits");
   static_assert(!kBias || kDqParts == 1, "a step of up to 128 columns adds the bias");
   static_assert(!kOneDqBuffer || kConsumers == 2, "consumer_state.cuh: turns");
   static_assert(kBiasOffset % 1024 == 0);
@@ -102,8 +106,9 @@ struct KernelTraits {
 // First phase: readers wait with phase 0, writers with phase 1, which passes at once.
 // A step is 64 queries of one head for this n_block. Steps are counted from the start of the
 // kernel: step t uses dS buffer t % 2, and warpgroup t % kConsumers computes its dQ.
-template <int kStages, int kConsumers, int kDqWriters>
+template <int kStages, int kConsumers, int kDqWriters, class TheTile = WorkTile>
 struct SharedStorage {
+  using Tile = TheTile;
   float lse[kStages][kBlockM];
   float minus_delta[kStages][kBlockM];
   Barrier k_full, k_empty, v_full, v_empty;
@@ -111,7 +116,7 @@ struct SharedStorage {
   Barrier ds_full[2], ds_empty[2];
   Barrier dq_full[kDqWriters == kConsumers ? kConsumers : 2 * kConsumers], dq_empty[kConsumers];
   Barrier tile_full[2], tile_empty[2];
-  WorkTile tile[2];
+  Tile tile[2];
   float slopes[kStages];  // of the query head; written before q_dout_full
 
   // One thread calls it, before the CTA's first __syncthreads. loads: arrivals at q_dout_full.
@@ -151,7 +156,8 @@ struct BiasStorage : Base {
 
 template <Config kConfig>
 using PlainStorage =
-    SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups, num_dq_writers(kConfig)>;
+    SharedStorage<kConfig.num_stages, kConfig.num_mma_warpgroups, num_dq_writers(kConfig),
+                  std::conditional_t<kConfig.listed, ListedWorkTile, WorkTile>>;
 
 template <Config kConfig>
 using SharedStorageOf = std::conditional_t<

@@ -1,7 +1,10 @@
 // Work tile of the backward: an n_block of one KV head, and the m_blocks that see it.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/block_list.cuh"
+#include "attention/mask_lists.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "backward/arguments.h"
@@ -44,6 +47,20 @@ struct alignas(16) WorkTile {
   bool descending;      // positions are visited from the last to the first
   int first_head;       // the query head of the KV head that is visited first at each m_block
 };
+
+// With lists m_blocks are all positions of the n_block's list.
+struct ListedWorkTile : WorkTile {
+  ListedBlocks blocks;
+  const int32_t* turns;  // ListedArguments::turns of this list
+};
+
+// The m_block at a position.
+__device__ __forceinline__ int m_block_at(const WorkTile& tile, int position) {
+  return tile.m_blocks.block(position);
+}
+__device__ __forceinline__ int m_block_at(const ListedWorkTile& tile, int position) {
+  return __ldg(tile.blocks.entries + position);
+}
 
 // First workspace row of an m_block of a head of q.
 __device__ __forceinline__ int64_t workspace_row(const Arguments& args, const WorkTile& tile,
@@ -94,9 +111,11 @@ class WorkTileSteps {
   static __device__ __forceinline__ int count(const Arguments& args, const WorkTile& tile) {
     return tile.m_blocks.count() * args.qhead_per_kvhead;
   }
-  __device__ __forceinline__ int block(const WorkTile& tile) const {
-    return tile.m_blocks.block(position_);
+  template <class Tile>
+  __device__ __forceinline__ int block(const Tile& tile) const {
+    return m_block_at(tile, position_);
   }
+  __device__ __forceinline__ int position() const { return position_; }
   // Head of q.
   __device__ __forceinline__ int head(const WorkTile& tile) const {
     int head = tile.first_head + nth_head_;
@@ -148,8 +167,8 @@ class WorkTileBlocks {
 };
 
 // Work tile of a scheduler index, with kBlockN keys. With varlen it may have no keys.
-template <int kBlockN, bool kBias = false>
-__device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, int index) {
+template <int kBlockN, bool kBias = false, class Tile = WorkTile>
+__device__ __forceinline__ Tile describe_work_tile(const Arguments& args, int index) {
   const HeadGroups& heads = args.scheduler.heads;
   TileCoord coord = find_tile(args.scheduler, index);
   const bool reversed = args.traversal == Traversal::kDiagonalReversed &&
@@ -167,7 +186,7 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   }
   const Sequence rows = find_sequence(args.seqlens_q, batch_idx);
   const Sequence keys = find_sequence(args.seqlens_k, batch_idx);
-  WorkTile tile;
+  Tile tile;
   tile.first_key = coord.block * kBlockN;
   tile.head = head;
   tile.batch_coord = args.seqlens_k.cu_seqlens != nullptr ? 0 : batch_idx;
@@ -179,6 +198,16 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
   const Mask mask = Mask::of(rows.length, keys.length, args.window);
   tile.m_blocks = m_blocks_of<kBlockM>(mask, rows.length, tile.first_key,
                                        min(tile.first_key + kBlockN, keys.length) - 1);
+  if constexpr (std::is_same_v<Tile, ListedWorkTile>) {
+    static_assert(kBlockN == kListRows && kBlockM == kListColumns);
+    const auto& listed = static_cast<const ListedArguments&>(args);
+    int n_block;
+    tile.blocks =
+        listed.lists.blocks_of(batch_idx, head * args.qhead_per_kvhead, coord.block, n_block);
+    tile.first_key = n_block * kBlockN;
+    tile.m_blocks = {0, tile.blocks.num_blocks};
+    tile.turns = listed.turns + (tile.blocks.entries - listed.lists.entries);
+  }
   const int num_tiles = (keys.length + kBlockN - 1) / kBlockN;
   tile.descending = reversed || args.traversal == Traversal::kHeadsInnermost;
   tile.start = reversed ? tile.m_blocks.end - 1 : tile.m_blocks.begin;
@@ -191,6 +220,10 @@ __device__ __forceinline__ WorkTile describe_work_tile(const Arguments& args, in
     const int num_blocks = max(1, tile.m_blocks.count());
     tile.start = tile.m_blocks.end - 1 - behind / args.qhead_per_kvhead % num_blocks;
     tile.first_head = behind % args.qhead_per_kvhead;
+  } else if constexpr (std::is_same_v<Tile, ListedWorkTile>) {
+    // Deterministic. Partial blocks first: where they are a diagonal, as under a causal mask, the
+    // tiles, of which the shortest adds first, then advance at one pace.
+    tile.start = tile.blocks.num_full < tile.m_blocks.end ? tile.blocks.num_full : 0;
   }
   return tile;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/alibi.cuh"
+#include "attention/mask_lists.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/sinks.cuh"
 #include "attention/tile_scheduler.cuh"
@@ -48,6 +49,11 @@ struct BiasArguments : Arguments {
   // 0 where one head, or one sequence, of the bias serves all; else 1.
   int heads_differ, sequences_differ;
   int batch;
+};
+
+// Additional arguments of kernel configs whose mask is lists of blocks.
+struct ListedArguments : Arguments {
+  MaskLists lists;  // of queries
 };
 
 }  // namespace flashattn3::forward

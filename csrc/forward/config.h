@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention/list_sizes.h"
 #include "attention/score_term.h"
 #include "ptx/element.h"
 #include "tile/permuted_v.h"
@@ -24,6 +25,7 @@ struct Config {
   int promote_keys = 0;      // 8 bits: keys between promotions of O, a multiple of block_n
   bool cached = false;       // K and V are in a paged or dense cache (load_cached.cuh)
   ScoreTerm term = ScoreTerm::kNone;  // with one the config is masked
+  bool listed = false;  // the mask is lists of blocks (attention/mask_lists.cuh); then also masked
 };
 
 // Threads of a CTA: the consumer warpgroups and the producer warpgroup.
@@ -69,12 +71,22 @@ constexpr int bias_tile_bytes(const Config& config) {
   return config.term == ScoreTerm::kBias ? config.block_m * ((config.block_n + 63) / 64) * 128 : 0;
 }
 
+// Rows of a box of K and V: with lists a stage has any two blocks.
+constexpr int kv_box_rows(const Config& config) {
+  return config.listed ? kListColumns : config.block_n;
+}
+
+// Bytes of the bit tiles of a KV block, which each K stage has beside K.
+constexpr int bit_tiles_bytes(const Config& config) {
+  return config.listed ? config.block_n / kListColumns * kBitTileBytes : 0;
+}
+
 constexpr int smem_bytes(const Config& config) {
   const int staged = out_over_q(config) ? 0 : config.block_m * out_columns_staged(config) * 2;
   const int row = row_bytes(config, config.head_dim);
   return shared_storage_bytes(config) + config.num_q_buffers * config.block_m * row +
-         config.num_stages *
-             (config.block_n * row + v_tile_bytes(config) + bias_tile_bytes(config)) +
+         config.num_stages * (config.block_n * row + v_tile_bytes(config) +
+                              bias_tile_bytes(config) + bit_tiles_bytes(config)) +
          staged;
 }
 

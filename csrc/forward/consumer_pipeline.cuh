@@ -5,6 +5,7 @@
 
 #include "attention/bias.cuh"
 #include "attention/block_list.cuh"
+#include "attention/mask_lists.cuh"
 #include "forward/arguments.h"
 #include "forward/traits.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -23,6 +24,7 @@ class ConsumerPipeline {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kStages = Traits::kStages;
+  static constexpr int kListBlocks = (kBlockN + kListColumns - 1) / kListColumns;
   using Out = float[Traits::kOutRegisters];
   using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
   using Tile = typename Storage::Tile;
@@ -149,6 +151,10 @@ class ConsumerPipeline {
 
   // The walk over the visited blocks of the tile at tile_, at the first one.
   __device__ __forceinline__ BlockWalk walk(BlockRange visited) const {
+    if constexpr (Traits::kListed) {
+      const int full = uniform(tile().blocks.num_full) / kListBlocks;
+      return {visited, {visited.end - full, visited.end}, visited.end - 1};
+    }
     const int first_row = uniform(tile().row_origin(warpgroup_)) + warpgroup_ * 64;
     const int num_rows = uniform(tile().num_rows);
     const BlockRange full =
@@ -162,13 +168,23 @@ class ConsumerPipeline {
     return at.block() * kBlockN;
   }
 
-  // Masks the scores of a block unless all are visible.
+  // Masks the scores of a block unless all are visible. kv: the stage of its K.
   template <class Scores>
-  __device__ __forceinline__ void mask(Scores& s, const BlockWalk& at) const {
+  __device__ __forceinline__ void mask(Scores& s, const BlockWalk& at,
+                                       const PipelineState<kStages>& kv) const {
     if (at.is_full()) return;
+    if constexpr (Traits::kListed) return bits_of(at, kv).hide(s, -INFINITY);
     const int row = warp_first_row() + thread_row(threadIdx.x % 32);
     const Mask mask = tile().mask(tile().num_rows, tile().num_keys, args_.variant.window);
     mask_scores<kBlockN, Traits::kMasked>(s, mask, row, first_key(at));
+  }
+
+  // The bits of a group of listed blocks, whose tiles lie beside K.
+  __device__ __forceinline__ ThreadBits<kListBlocks> bits_of(
+      const BlockWalk& at, const PipelineState<kStages>& kv) const {
+    const int first = (at.visited.end - 1 - at.position) * kListBlocks;
+    return ThreadBits<kListBlocks>::of_group(tile().blocks, first,
+                                             shared_ + Traits::bits_offset(kv.index()));
   }
 
   const Arguments& args_;

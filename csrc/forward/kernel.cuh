@@ -102,6 +102,7 @@ class Consumer : Mainloop {
     const int first_row = uniform(tile.row_origin(warpgroup_)) + warpgroup_ * 64;
     const int num_rows = uniform(tile.num_rows);
     const BlockRange all{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
+    if constexpr (Traits::kListed) return {all, 0, 0};
     const BlockRange mine =
         tile.mask(num_rows, uniform(tile.num_keys), args_.variant.window)
             .template n_blocks<Traits::kBlockN>(first_row, min(first_row + 63, num_rows - 1));

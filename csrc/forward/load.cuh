@@ -14,6 +14,7 @@
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "forward/arguments.h"
+#include "forward/load_listed.cuh"
 #include "forward/traits.cuh"
 #include "tile/permuted_v_tile.cuh"
 #include "tile/tma_load.cuh"
@@ -31,6 +32,7 @@ __device__ __forceinline__ bool needs_zero_fill(const Arguments& args, int keys)
 template <Config kConfig>
 class Producer {
   using Traits = KernelTraits<kConfig>;
+  using Tile = typename SharedStorageOf<kConfig>::Tile;
   // KV blocks before the end of a work tile at which the producer requests the next tile, and loads
   // its Q: late, so that the CTA that is ready first gets it; early enough to hide both latencies.
   static constexpr int kRequestBlocks = 5;
@@ -66,7 +68,7 @@ class Producer {
       if (next_work_at >= num_blocks) more = get_next_work(next);
       load = next;
     }
-    WorkTile end{};
+    Tile end{};
     end.first_row = -1;
     publish(end);
     tiles_.reset();
@@ -75,7 +77,7 @@ class Producer {
  private:
   // A work tile with the TMA coordinates of its rows and of the KV block that is loaded first.
   struct Load {
-    WorkTile tile;
+    Tile tile;
     int q_row, kv_row, kv_head, kv_batch_coord;
     int kv_offset;  // of the sequence in k and v
     int rotation;   // of the list of blocks
@@ -121,6 +123,10 @@ class Producer {
     load.kv_offset = keys.offset;
     load.tile.batch_idx = batch_idx;
     load.rotation = rotation_of<kConfig>(args_, load.tile);
+    if constexpr (Traits::kListed) {
+      load.tile.set_lists(args_, coord.block);
+      load.q_row = load.tile.first_row;
+    }
     return load;
   }
 
@@ -144,7 +150,7 @@ class Producer {
   }
 
   // Sync: this WorkTile buffer is free once every reader has released the tile before last.
-  __device__ __forceinline__ void publish(const WorkTile& tile) {
+  __device__ __forceinline__ void publish(const Tile& tile) {
     storage_.tile_empty[tile_.index()].wait(tile_.phase());
     storage_.tile[tile_.index()] = tile;
     storage_.tile_full[tile_.index()].arrive();
@@ -162,10 +168,17 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_k(const Load& load, int i) {
+    const auto group = group_of<Traits>(load.tile, i);
     // Sync: every consumer warp has released the stage.
     storage_.k_empty[k_.index()].wait(k_.phase());
     uint8_t* stage = shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes;
     Barrier& full = storage_.k_full[k_.index()];
+    if constexpr (Traits::kListed) {
+      load_listed_k<Traits>(args_, stage, shared_ + Traits::bits_offset(k_.index()), full, load,
+                            group);
+      k_.advance();
+      return;
+    }
     full.arrive_and_expect(Traits::kKBytes + Traits::kBiasBytes);
     copy_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
         stage, &args_.k, full, kReadAgain, load.kv_row_of(i), load.kv_head, load.kv_batch_coord);
@@ -180,8 +193,14 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_v(const Load& load, int i) {
+    const auto group = group_of<Traits>(load.tile, i);
     storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for K.
     uint8_t* stage = shared_ + Traits::kVOffset + v_.index() * Traits::kVBytes;
+    if constexpr (Traits::kListed) {
+      load_listed_v<Traits>(args_, stage, storage_.v_full[v_.index()], load, group);
+      v_.advance();
+      return;
+    }
     const int first_key = load.first_key(i);
     const int keys = load.tile.num_keys - first_key;
     // Sync: v_full, or the barrier that the zero fill warp waits for before it arrives at v_full.

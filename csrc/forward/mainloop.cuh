@@ -37,6 +37,9 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
   using Largest = std::conditional_t<kLooks, LargestScore, NoScore>;
   using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked, Largest>;
 
+  // Whether the softmax reads a tile of the bias or of bits, which is released with K.
+  static constexpr bool kReadsStage = Traits::kBias || Traits::kListed;
+
   using Base::Base;
 
   // Called before the first QK GEMM of a work tile, for what it reads from device memory.
@@ -70,12 +73,12 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
       term_.set_rows(uniform(this->warp_first_row() + tile.num_keys - tile.num_rows));
       at.rotation = uniform(rotation_of<kConfig>(args_, tile));
     }
-    if constexpr (!Traits::kBias) this->release_k(kv_);
+    if constexpr (!kReadsStage) this->release_k(kv_);
     int highest[2];
     float unused[2];
     exponents(s, softmax, term_.exact(scale, this->first_key(at)), kv_, highest);
-    if constexpr (Traits::kBias) this->release_k(kv_);  // the tile of the bias is released with it
-    this->mask(s, at);
+    this->mask(s, at, kv_);
+    if constexpr (kReadsStage) this->release_k(kv_);
     softmax.rescale(s, unused);
     softmax.exponentiate(s);
     take_largest(s, softmax);
@@ -157,7 +160,11 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
   // OnlineSoftmax::exponentiate_at_once, for a block that no row of the warp has its position in.
   __device__ __forceinline__ auto exponentiate_at_once(Scores& s, Softmax& softmax,
                                                        UniformScale scale,
+                                                       PipelineState<kStages> kv,
                                                        const BlockWalk& at) const {
+    if constexpr (Traits::kListed) {
+      if (!at.is_full()) return softmax.exponentiate_at_once(s, scale, this->bits_of(at, kv));
+    }
     if constexpr (kHasSlopes) {
       if (term_.any()) {
         return softmax.exponentiate_at_once(s, term_.linear(scale, this->first_key(at)));
@@ -183,13 +190,17 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
                                                  const BlockWalk& at) {
     Change change{false};
     bool exact = args_.variant.transforms();
-    if constexpr (Traits::kMasked) exact = exact || !at.is_full() || softmax.warp_has_unseen();
+    if constexpr (Traits::kListed) {
+      exact = exact || softmax.warp_has_unseen();
+    } else if constexpr (Traits::kMasked) {
+      exact = exact || !at.is_full() || softmax.warp_has_unseen();
+    }
     exact = exact || term_.is_crossed(this->first_key(at));
     if constexpr (Traits::kBias) {
       if (!exact) add_term(s, kv);
     }
     typename Softmax::Outcome outcome{.above = true};
-    if (!exact) outcome = exponentiate_at_once(s, softmax, scale, at);
+    if (!exact) outcome = exponentiate_at_once(s, softmax, scale, kv, at);
     if (exact || outcome.overflow) {
       warpgroup_fence_operand(s);
       if (!exact) {  // exponentiate_at_once has overwritten S
@@ -216,7 +227,7 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     exponents(s, softmax, term_.exact(scale, this->first_key(at)), kv, highest);
     const bool rescales =
         softmax.needs_rescale(highest, Softmax::kRescaleThreshold) || sum_overflow;
-    if constexpr (Traits::kMasked) this->mask(s, at);
+    if constexpr (Traits::kMasked) this->mask(s, at, kv);
     Change change{__any_sync(~0u, rescales) != 0};
     warpgroup_fence_operand(s);
     if (change.rescaled) {

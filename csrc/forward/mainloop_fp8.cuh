@@ -182,7 +182,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
                                             int (&highest)[2], const BlockWalk& at) const {
     transform(s, scale);
     softmax.subtract_row_max(s, scale, highest);
-    this->mask(s, at);
+    this->mask(s, at, kv_);
   }
 
   // Changes row_max where needed (softmax_e4m3.cuh); returns whether one fell. kv: stage of K.

@@ -14,8 +14,14 @@ struct BiasRoles : Roles<kConfig> {
 };
 
 template <Config kConfig>
-using PlainRoles =
-    std::conditional_t<kConfig.term == ScoreTerm::kBias, BiasRoles<kConfig>, Roles<kConfig>>;
+struct ListedRoles : Roles<kConfig> {
+  using Arguments = ListedArguments;
+};
+
+template <Config kConfig>
+using PlainRoles = std::conditional_t<
+    kConfig.listed, ListedRoles<kConfig>,
+    std::conditional_t<kConfig.term == ScoreTerm::kBias, BiasRoles<kConfig>, Roles<kConfig>>>;
 
 template <Config kConfig>
 using RolesOf = std::conditional_t<

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/block_list.cuh"
 #include "forward/arguments.h"
@@ -30,6 +31,7 @@ struct KernelTraits {
   static constexpr int kThreads = num_threads(kConfig);
 
   static constexpr bool kQuantized = is_quantized(kElement);
+  static constexpr bool kListed = kConfig.listed;
   static constexpr bool kBias = kConfig.term == ScoreTerm::kBias;
   static constexpr int kAtoms = row_bytes(kConfig, kHeadDim) / 128;    // per row of Q or K
   static constexpr int kAtomsV = row_bytes(kConfig, kHeadDimV) / 128;  // per row of 16-bit V
@@ -38,6 +40,7 @@ struct KernelTraits {
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
   static constexpr int kVBytes = v_tile_bytes(kConfig);
   static constexpr int kBiasBytes = bias_tile_bytes(kConfig);
+  static constexpr int kBitTilesBytes = bit_tiles_bytes(kConfig);
   static constexpr int kBiasAtoms = (kBlockN + 63) / 64;
   static constexpr auto strides() { return AtomMajor<kBlockN>(); }  // of K and 16-bit V
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
@@ -45,12 +48,14 @@ struct KernelTraits {
   static constexpr bool kOutOverQ = out_over_q(kConfig);
   static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // staged by a warp at once
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
-  // overlay Q), V stages, tiles of the bias, which have the stages of K.
+  // overlay Q), V stages, tiles of the bias or of bits, which have the stages of K.
   static constexpr int kQOffset = shared_storage_bytes(kConfig);
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
   static constexpr int kVOffset = kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutAtoms * 128);
   static constexpr int kBiasOffset = kVOffset + kStages * kVBytes;
+  static constexpr int kBitsOffset = kBiasOffset + kStages * kBiasBytes;
+  static constexpr int bits_offset(int stage) { return kBitsOffset + stage * kBitTilesBytes; }
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation, or it would hang.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -79,7 +84,9 @@ struct KernelTraits {
   static_assert(!kBias || (kBiasOffset % 1024 == 0 && !kQuantized && !kConfig.cached));
   // With a mask a row may see no key of a block; a bias of -inf has the same effect.
   static_assert(kMasked || !kBias);
-  static_assert(kBiasOffset + kStages * kBiasBytes == smem_bytes(kConfig));
+  static_assert(!kListed || (kMasked && !kBias && !kQuantized && !kConfig.cached));
+  static_assert(!kListed || (kBlockM == kListRows && kBlockN % kListColumns == 0));
+  static_assert(kBitsOffset + kStages * kBitTilesBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
 };
 
@@ -121,6 +128,23 @@ __device__ __forceinline__ int rotation_of(const Arguments& args, const Tile& ti
   const int position = tile.first_row + kConfig.block_m - 1 + tile.num_keys - tile.num_rows;
   return count - 1 - min(max(position, 0) / kConfig.block_n, count - 1);
 }
+
+// With lists n_blocks are positions: groups of the list's blocks that fill a stage, the first group
+// at the last position.
+template <Config kConfig>
+struct ListedWorkTile : WorkTile {
+  ListedBlocks blocks;
+
+  // rank: of the row block, among those of its head.
+  __device__ __forceinline__ void set_lists(const Arguments& args, int rank) {
+    constexpr int kGroup = kConfig.block_n / kListColumns;
+    const MaskLists& lists = static_cast<const ListedArguments&>(args).lists;
+    int row_block;
+    blocks = lists.blocks_of(batch_idx, head, rank, row_block);
+    first_row = row_block * kListRows;
+    n_blocks = {0, (blocks.num_blocks + kGroup - 1) / kGroup};
+  }
+};
 
 // Barriers. All threads of the consumers wait for full barriers; one thread (the producer) waits
 // for empty barriers. Arrivals per phase:
@@ -171,6 +195,8 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers>;
+using SharedStorageOf =
+    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers,
+                  std::conditional_t<kConfig.listed, ListedWorkTile<kConfig>, WorkTile>>;
 
 }  // namespace flashattn3::forward

@@ -145,6 +145,10 @@ auto make_backward_arguments(const BackwardSizes& sizes, const BackwardParams& p
   args.dsinks = params.dsinks;
   args.sink_type = forward.sink_type;
   if constexpr (backward::has_bias(kConfig)) set_bias_arguments<kConfig>(args, sizes, params);
+  if constexpr (kConfig.listed) {
+    args.lists = mask_lists(params.lists, forward.seqlen_k, forward.seqlen_q);
+    args.turns = params.turns;
+  }
   return args;
 }
 
@@ -208,6 +212,7 @@ void launch_backward(const char* name, const BackwardParams& params, cudaStream_
   const ForwardParams& forward = params.forward;
   if (forward.has_no_gradients()) return;
   expect_bias(name, backward::has_bias(kConfig), forward);
+  check_lists(name, kConfig.listed, params.lists);
   const BackwardSizes sizes = backward_sizes<kConfig>(name, forward);
   const auto args = make_backward_arguments<kConfig>(sizes, params);
   if (backward::has_bias(kConfig) && params.dbias != nullptr && num_bias_terms(forward) == 2) {

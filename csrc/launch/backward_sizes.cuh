@@ -68,10 +68,10 @@ WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
           .total = problem.total_k,
           .num_heads = num_heads,
           .l2_group_heads = heads_in_turn<kConfig>(problem, num_heads),
-          .last_group_tiles = !problem.masked()       ? 0
-                              : problem.deterministic ? kTilesOfLastGroup
-                                                      : problem.num_sms,
-          .last_block_first = problem.masked() && problem.deterministic};
+          .last_group_tiles = !problem.masked() && !kConfig.listed ? 0
+                              : problem.deterministic              ? kTilesOfLastGroup
+                                                                   : problem.num_sms,
+          .last_block_first = (problem.masked() || kConfig.listed) && problem.deterministic};
 }
 
 // Estimates how many queries see a key. In a varlen batch the average key is in a sequence longer
@@ -98,6 +98,7 @@ int num_head_parts(const AttentionProblem& problem) {
   if (group == 1) return 1;
   const int64_t tiles = num_tiles(problem, backward_tiles<kConfig>(problem, heads_kv));
   if (tiles == 0) return 1;
+  if constexpr (kConfig.listed) return group;  // query heads may have lists of their own
   int parts = 1;
   const auto divide = [&](int least_heads, int64_t wanted_tiles) {
     for (int more = 2; more * least_heads <= group && tiles * parts < wanted_tiles; ++more) {

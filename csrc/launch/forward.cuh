@@ -52,7 +52,7 @@ WorkTiles forward_tiles(const AttentionProblem& problem) {
           .num_heads = problem.num_heads_q / shape.heads,
           .l2_group_heads = problem.num_heads_q / problem.num_heads_kv / shape.heads,
           .last_group_tiles = kConfig.masked ? problem.num_sms : 0,
-          .last_block_first = kConfig.masked};
+          .last_block_first = kConfig.masked && !kConfig.listed};
 }
 
 template <forward::Config kConfig>
@@ -159,14 +159,14 @@ auto make_forward_arguments(const ForwardParams& params) {
   typename forward::RolesOf<kConfig>::Arguments args;
   set_query_arguments<kConfig>(args, params);
   args.k = make_tensor_map("k", kConfig.dtype, params.k, params.q, k_shape, params.k_stride,
-                           kConfig.block_n);
+                           forward::kv_box_rows(kConfig));
   if constexpr (kQuantized) {
     args.v = make_permuted_v_map(params.v, params.q, params.quantized.num_permuted_keys,
                                  k_shape.heads * k_shape.batch, kConfig.head_dim, kConfig.block_n);
     args.quantized = quantized_arguments(params);
   } else {
     args.v = make_tensor_map("v", kConfig.dtype, params.v, params.q, v_shape, params.v_stride,
-                             kConfig.block_n);
+                             forward::kv_box_rows(kConfig));
   }
   args.seqlens_k = seqlens_k_of(params);
   // Without keys, kernels load none, whatever positions_k holds.
@@ -174,6 +174,9 @@ auto make_forward_arguments(const ForwardParams& params) {
   if (no_keys) args.seqlens_k.longest = 0;
   args.variant.scale = score_scale_of(params, kQuantized);
   if constexpr (kConfig.term == ScoreTerm::kBias) set_bias_arguments<kConfig>(args, params);
+  if constexpr (kConfig.listed) {
+    args.lists = mask_lists(params.lists, params.seqlen_q, params.seqlen_k);
+  }
   return args;
 }
 
@@ -188,6 +191,7 @@ void launch_forward(const char* name, const ForwardParams& params, cudaStream_t 
   expect_bias(name, kConfig.term == ScoreTerm::kBias, params);
   if (params.varlen) launch_varlen_forward(params, forward_tile_shape<kConfig>(params), stream);
   if (params.batch <= 0 || params.seqlen_q <= 0) return;
+  check_lists(name, kConfig.listed, params.lists);
   const auto args = make_forward_arguments<kConfig>(params);
   constexpr auto kKernel = forward_kernel<kConfig>();
   constexpr int kSharedBytes = forward::smem_bytes(kConfig);

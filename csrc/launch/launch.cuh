@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "attention/mask_lists.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "attention/tile_shape.h"
@@ -77,6 +78,25 @@ inline TileSchedulerParams make_scheduler_params(const ForwardParams& params,
           .last_block_first = tiles.last_block_first,
           .varlen = {params.varlen ? params.varlen_schedule : nullptr, params.batch},
           .tile_counter = params.tile_counter};
+}
+
+// Throws unless a call of a kernel config has lists exactly if the config reads some.
+inline void check_lists(const char* name, bool listed, const MaskListParams& lists) {
+  const bool given = lists.work != nullptr;
+  expect(given == listed, "launch", "mask",
+         (listed ? "given for " : "None for ") + std::string(name), given ? "lists" : "None");
+}
+
+// rows, columns: of the mask, as the lists see it.
+inline MaskLists mask_lists(const MaskListParams& lists, int rows, int columns) {
+  return {.entries = lists.entries,
+          .work = reinterpret_cast<const int4*>(lists.work),
+          .tiles = reinterpret_cast<const uint8_t*>(lists.tiles),
+          .batch_lists = lists.batch == 1 ? 0 : lists.heads,
+          .head_lists = lists.heads == 1 ? 0 : 1,
+          .row_blocks = (rows + kListRows - 1) / kListRows,
+          .column_blocks = (columns + kListColumns - 1) / kListColumns,
+          .num_tiles = lists.num_tiles};
 }
 
 // Sets the kernel's limit of dynamic shared memory on the current device, once per device.

@@ -117,6 +117,15 @@ struct BiasParams {
   bool one_sequence = false, one_head = false;  // which serves all
 };
 
+// A mask as lists of blocks of the rows' side (flashattn3/masks/block_lists.py): contiguous.
+struct MaskListParams {
+  const int32_t* entries = nullptr;  // (batch, heads, row blocks, column blocks)
+  const int32_t* work = nullptr;     // (batch, heads, row blocks, 4), 16-byte aligned
+  const int64_t* tiles = nullptr;    // (num_tiles, 128), 16-byte aligned
+  int batch = 1, heads = 1;          // 1: the lists serve all; heads are query heads
+  int num_tiles = 0;
+};
+
 struct ForwardParams : AttentionProblem {
   // Tensors of the config's element type; base addresses are multiples of 16 bytes.
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); varlen: (total_q, ...)
@@ -141,6 +150,7 @@ struct ForwardParams : AttentionProblem {
   void* varlen_schedule;
 
   QuantizedParams quantized;  // read by 8-bit kernel configs
+  MaskListParams lists;       // of queries; read by listed kernel configs
   BiasParams bias;            // read by kernel configs with a bias
 
   const void* sinks = nullptr;  // (num_heads_q), a logit without a value for each; null: none
@@ -176,6 +186,9 @@ struct BackwardParams {
   Strides dq_stride;
   Strides dk_stride;
   Strides dv_stride;
+
+  MaskListParams lists;            // of keys; read by listed kernel configs
+  const int32_t* turns = nullptr;  // as lists.entries; ListedArguments::turns
 
   void* workspace;  // LaunchSize::workspace_bytes, 16-byte aligned; need not be initialised
 

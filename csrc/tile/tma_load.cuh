@@ -28,6 +28,12 @@ __device__ __forceinline__ void copy_tile(uint8_t* tile, const void* tensor_map,
   }
 }
 
+// Copies consecutive bytes, a multiple of 16, from global memory; `full` expects and counts them.
+__device__ __forceinline__ void copy_bytes(uint8_t* to, const void* from, Barrier& full,
+                                           uint32_t bytes) {
+  cute::SM90_BULK_COPY_G2S::copy(from, &full.word, to, static_cast<int32_t>(bytes));
+}
+
 // Arrives at `full` and copies a tile, whose bytes complete the phase.
 template <int kRows, int kAtoms, int kAtomColumns>
 __device__ __forceinline__ void load_tile(uint8_t* tile, const void* tensor_map, Barrier& full,

@@ -41,6 +41,7 @@ class ForwardConfig(NamedTuple):
     promote_keys: 8 bits: keys between accumulator promotions (DeepSeek-V3, arXiv 2412.19437).
     cached: whether k and v are in a paged or dense cache; such a config is masked.
     term: of TERMS; with one the config is masked.
+    listed: whether the mask is lists of blocks (flashattn3.masks); such a config is masked.
     max_seqlen_k: for the planner: longest seqlen_k that selects this config; None: any.
     measured: "GPU, case, date" of the measurement that chose the tile; empty: not measured.
     """
@@ -60,19 +61,22 @@ class ForwardConfig(NamedTuple):
     promote_keys: int = 0
     cached: bool = False
     term: str = NO_TERM
+    listed: bool = False
     max_seqlen_k: int | None = None
     measured: str = ""
 
     @property
     def name(self) -> str:
         mask = "cached" if self.cached else "masked" if self.masked else "full"
+        mask = "listed" if self.listed else mask
         tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
         buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
         return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}{_term(self)}"
 
 
 class BackwardConfig(NamedTuple):
-    """Kernel config of a compiled backward kernel, as in csrc/backward/config.h, for every mask.
+    """Kernel config of a compiled backward kernel, as in csrc/backward/config.h, for every mask
+    without lists of blocks, or for those.
 
     dtype: of q, k, v, out and their gradients, 16 bits.
     head_dim, head_dim_v: largest supported of q and k, and of v; TMA fills smaller ones with zeros.
@@ -80,6 +84,7 @@ class BackwardConfig(NamedTuple):
         of Q.
     num_mma_warpgroups: consumer warpgroups of a CTA; one more warpgroup loads and writes dQ.
     term: of TERMS.
+    listed: as for ForwardConfig.
     measured: as for ForwardConfig.
     """
 
@@ -91,12 +96,14 @@ class BackwardConfig(NamedTuple):
     num_stages: int
     num_mma_warpgroups: int
     term: str = NO_TERM
+    listed: bool = False
     measured: str = ""
 
     @property
     def name(self) -> str:
+        mask = "_listed" * self.listed
         tile = f"{BACKWARD_BLOCK_M}x{self.block_n}x{self.num_stages}"
-        return f"backward_{self.dtype}_{_dims(self)}_{tile}{_term(self)}"
+        return f"backward_{self.dtype}_{_dims(self)}{mask}_{tile}{_term(self)}"
 
     @property
     def block_n(self) -> int:
@@ -171,22 +178,22 @@ def _forward_configs(
     *tile: int,
     head_dim_v: int | None = None,
     term: str = NO_TERM,
+    listed: bool = False,
     max_seqlen_k: int | None = None,
     measured: str = "",
 ) -> tuple[ForwardConfig, ...]:
     """One forward config per dtype. head_dim_v: None: head_dim."""
     dims = head_dim, head_dim_v or head_dim
-    rest = {"term": term, "max_seqlen_k": max_seqlen_k, "measured": measured}
+    rest = {"term": term, "listed": listed, "max_seqlen_k": max_seqlen_k, "measured": measured}
     return tuple(ForwardConfig(dtype, *dims, masked, *tile, **rest) for dtype in dtypes)
 
 
 def _backward_configs(
-    head_dim: int, head_dim_v: int, *tile: int, term: str = NO_TERM, measured: str = ""
+    head_dim: int, head_dim_v: int, *tile: int, **rest: str | bool
 ) -> tuple[BackwardConfig, ...]:
     """One backward config per 16-bit dtype."""
     return tuple(
-        BackwardConfig(dtype, head_dim, head_dim_v, *tile, term=term, measured=measured)
-        for dtype in SIXTEEN_BIT
+        BackwardConfig(dtype, head_dim, head_dim_v, *tile, **rest) for dtype in SIXTEEN_BIT
     )
 
 
@@ -194,6 +201,7 @@ MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
 MEASURED_64 = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-25"
 MEASURED_SHORT = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-26"
 MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
+MEASURED_LISTED = "H100 80GB HBM3, beside dense calls, 2026-11-27"
 MEASURED_BIAS = "H100 80GB HBM3, beside FlexAttention, 2026-11-27"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 MEASURED_SCORES = "H100 80GB HBM3, forward_check, 2026-11-27"
@@ -252,6 +260,28 @@ FORWARD_CONFIGS = (
     ),
     *_forward_configs(SIXTEEN_BIT, 192, True, 192, 64, 2, 3, 2, head_dim_v=128, term=LARGEST),
     *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, term=LARGEST),
+    *_forward_configs(
+        SIXTEEN_BIT, 64, True, 128, 128, 4, 2, 2, listed=True, measured=MEASURED_LISTED
+    ),
+    *_forward_configs(
+        SIXTEEN_BIT, 128, True, 128, 128, 2, 2, 2, listed=True, measured=MEASURED_LISTED
+    ),
+    *_forward_configs(
+        SIXTEEN_BIT,
+        192,
+        True,
+        128,
+        64,
+        3,
+        2,
+        2,
+        head_dim_v=128,
+        listed=True,
+        measured=MEASURED_LISTED,
+    ),
+    *_forward_configs(
+        SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, listed=True, measured=MEASURED_LISTED
+    ),
     # 8 bits: then keys_per_descale, promote_keys
     *_forward_configs(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_forward_configs(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
@@ -281,6 +311,8 @@ BACKWARD_CONFIGS = (
     *_backward_configs(128, 128, 2, 2, measured=BACKWARD_MEASURED),
     *_backward_configs(64, 64, 2, 3, term=BIAS, measured=MEASURED_BIAS),
     *_backward_configs(128, 128, 2, 2, term=BIAS, measured=MEASURED_BIAS),
+    *_backward_configs(64, 64, 4, 2, listed=True, measured=MEASURED_LISTED),
+    *_backward_configs(128, 128, 2, 2, listed=True, measured=MEASURED_LISTED),
     *_backward_configs(192, 128, 2, 2, measured=BACKWARD_MEASURED_192_128),
     *_backward_configs(192, 192, 2, 2, measured=BACKWARD_MEASURED_192),
     *_backward_configs(256, 256, 2, 2, measured=BACKWARD_MEASURED),
@@ -339,6 +371,7 @@ def select_forward_config(
     num_batch_heads: int = 1,
     num_sms: int = 1,
     term: str = NO_TERM,
+    listed: bool = False,
 ) -> ForwardConfig | None:
     """The config with the smallest sufficient head dim, head dim of V and max_seqlen_k, in this
     order, then the one whose blocks of keys take the least time, so that the keys alone decide how
@@ -347,12 +380,14 @@ def select_forward_config(
     seqlen_q: of a sequence on average; by default so long that the largest tile is best.
     num_batch_heads: query heads times batch.
     term: of TERMS.
+    listed: whether the mask is lists of blocks.
     """
-    masked = masked or term != NO_TERM
+    masked = masked or listed or term != NO_TERM
+    kind = dtype, masked, term, listed
     fitting = [
         config
         for config in FORWARD_CONFIGS
-        if (config.dtype, config.masked, config.term) == (dtype, masked, term)
+        if (config.dtype, config.masked, config.term, config.listed) == kind
         and config.head_dim >= head_dim
         and config.head_dim_v >= head_dim_v
         and (config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k)
@@ -375,15 +410,15 @@ def select_forward_config(
 
 
 def select_backward_config(
-    dtype: str, head_dim: int, head_dim_v: int, term: str = NO_TERM
+    dtype: str, head_dim: int, head_dim_v: int, term: str = NO_TERM, listed: bool = False
 ) -> BackwardConfig | None:
     """The config with the smallest sufficient head dim, then the smallest sufficient head dim of V;
-    None if there is none. term: of TERMS.
+    None if there is none. term, listed: as for the forward.
     """
     fitting = [
         config
         for config in BACKWARD_CONFIGS
-        if (config.dtype, config.term) == (dtype, term)
+        if (config.dtype, config.term, config.listed) == (dtype, term, listed)
         and config.head_dim >= head_dim
         and config.head_dim_v >= head_dim_v
     ]
@@ -423,12 +458,13 @@ def compiled_fields(kind: type[KernelConfig]) -> list[str]:
 
 
 def configs_hash() -> str:
-    """Hash of the order and the compiled fields of all configs, without the term of those that have
-    none.
+    """Hash of the order and the compiled fields of all configs, without the term and the lists of
+    those that have none.
     """
     lines = []
     for config in all_configs():
         values = {name: getattr(config, name) for name in compiled_fields(type(config))}
-        values = {name: value for name, value in values.items() if value != NO_TERM}
+        absent = {"term": NO_TERM, "listed": False}
+        values = {name: value for name, value in values.items() if value != absent.get(name)}
         lines.append(f"{config.kind} {values}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

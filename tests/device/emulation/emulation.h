@@ -296,6 +296,10 @@ Value __ldcg(const Value* at) {
   return *at;
 }
 template <class Value>
+Value __ldg(const Value* at) {
+  return *at;
+}
+template <class Value>
 Value __ldcs(const Value* at) {
   return *at;
 }

@@ -64,6 +64,21 @@ struct SM90_TMA_LOAD_4D {
   }
 };
 
+// Consecutive bytes.
+struct SM90_BULK_COPY_G2S {
+  static void copy(const void* from, uint64_t* barrier, void* to, int32_t size) {
+    std::memset(to, 0xff, size);
+    auto* const full = reinterpret_cast<flashattn3::Barrier*>(barrier);
+    const auto complete = [=] {
+      std::memcpy(to, from, size);
+      full->complete_bytes(size);
+    };
+    emulation::running->in_flight.push_back(
+        {complete,
+         emulation::running->round + emulation::random_delay(emulation::running->random)});
+  }
+};
+
 // Floats, without a swizzle.
 struct SM90_TMA_LOAD_2D {
   static void copy(const void* tensor_map, uint64_t* barrier, uint64_t, void* to, int column,

@@ -1,0 +1,127 @@
+// attention/mask_lists.cuh: the blocks of work tiles, whatever the lists hold, groups of them, and
+// bits.
+#pragma once
+
+#include "../unit.cuh"
+#include "attention/mask_lists.cuh"
+
+namespace unit::mask_lists {
+
+using namespace flashattn3;
+
+constexpr int kRowBlocks = 2, kColumnBlocks = 5, kTiles = 7;
+
+// found: of each rank of each head of each batch_idx row block, place of the list, num_full,
+// num_blocks, first_tile.
+__global__ void store_blocks(MaskLists lists, int heads, int* found) {
+  const int rank = threadIdx.x, head = blockIdx.x % heads, batch_idx = blockIdx.x / heads;
+  int row_block;
+  const ListedBlocks blocks = lists.blocks_of(batch_idx, head, rank, row_block);
+  int* at = found + (blockIdx.x * blockDim.x + rank) * 5;
+  at[0] = row_block, at[1] = static_cast<int>(blocks.entries - lists.entries);
+  at[2] = blocks.num_full, at[3] = blocks.num_blocks, at[4] = blocks.first_tile;
+}
+
+// Lists of one or all batch_idx and heads. Numbers past their bounds are clamped.
+inline void check_blocks(Result& result) {
+  for (const auto [batch, heads] : {std::pair{1, 1}, {3, 1}, {1, 4}, {3, 4}}) {
+    const int lists = batch * heads;
+    std::vector<int> work(lists * kRowBlocks * 4);
+    for (int i = 0; i < lists * kRowBlocks; ++i) {
+      const int line[] = {i % 4, i % 4 + i % 3, i * 10, kRowBlocks - 1 - i % kRowBlocks};
+      std::copy(line, line + 4, work.begin() + 4 * i);
+    }
+    const int last = 4 * (lists * kRowBlocks - 1);
+    work[last] = 90, work[last + 1] = 80, work[last + 2] = -3, work[last + 3] = -1;
+    Array<int> given(work), entries(lists * kRowBlocks * kColumnBlocks);
+    Array<int> found(3 * 4 * kRowBlocks * 5);
+    const MaskLists mask{.entries = entries.device(),
+                         .work = reinterpret_cast<const int4*>(given.device()),
+                         .tiles = nullptr,
+                         .batch_lists = batch == 1 ? 0 : heads,
+                         .head_lists = heads == 1 ? 0 : 1,
+                         .row_blocks = kRowBlocks,
+                         .column_blocks = kColumnBlocks,
+                         .num_tiles = kTiles};
+    launch(store_blocks, 12, kRowBlocks, 0, mask, 4, found.device());
+    const std::vector<int>& at = found.download();
+    for (int i = 0; i < 12 * kRowBlocks; ++i) {
+      const int list = i / kRowBlocks / 4 % batch * heads + i / kRowBlocks % 4 % heads;
+      const int* line = &work[(list * kRowBlocks + i % kRowBlocks) * 4];
+      const int row_block = std::clamp(line[3], 0, kRowBlocks - 1);
+      line = &work[(list * kRowBlocks + row_block) * 4];
+      const int num_blocks = std::clamp(line[1], 0, kColumnBlocks);
+      const int wanted[] = {row_block, (list * kRowBlocks + row_block) * kColumnBlocks,
+                            std::min(line[0], num_blocks), num_blocks, std::max(line[2], 0)};
+      for (int j = 0; j < 5; ++j) result.equal(wanted[j], at[5 * i + j], "blocks of", i, j);
+    }
+  }
+}
+
+constexpr int kColumns = 1000;
+
+// found: of each block of the group its first key, whether it is partial, and its bit tile.
+__global__ void store_groups(ListedBlocks blocks, int* found) {
+  const ListedGroup<128> group(blocks, threadIdx.x, kColumns);
+  int* at = found + threadIdx.x * 7;
+  for (int j = 0; j < 2; ++j) {
+    at[3 * j] = group.first_key[j], at[3 * j + 1] = group.is_partial(j);
+    at[3 * j + 2] = group.is_partial(j) ? group.tile(j) : -1;
+  }
+  at[6] = group.num_partial();
+}
+
+inline void check_groups(Result& result) {
+  const std::vector<int> entries = {9, 4, 7, 1, 0, 99};
+  Array<int> given(entries);
+  for (int num_full = 0; num_full <= 5; ++num_full) {
+    Array<int> found(3 * 7);
+    launch(store_groups, 1, 3, 0, ListedBlocks{given.device(), num_full, 5, 20}, found.device());
+    const std::vector<int>& at = found.download();
+    for (int i = 0; i < 6; ++i) {
+      const bool partial = i >= num_full && i < 5;
+      const int* block = &at[i / 2 * 7 + i % 2 * 3];
+      result.equal(i < 5 ? 64 * entries[i] : kColumns, block[0], "first key", i, num_full);
+      result.equal(partial, block[1], "is partial", i, num_full);
+      result.equal(partial ? 20 + i - num_full : -1, block[2], "tile", i, num_full);
+    }
+    for (int i = 0; i < 3; ++i) {
+      result.equal(at[i * 7 + 1] + at[i * 7 + 4], at[i * 7 + 6], "partial blocks", i, num_full);
+    }
+  }
+}
+
+constexpr int kRegisters = 96;
+
+__global__ void store_hidden(const uint8_t* tile, float* found) {
+  float s[kRegisters];
+  for (int i = 0; i < kRegisters; ++i) s[i] = 1.f;
+  ThreadBits<3> bits;
+  bits.fill(0, ~0u), bits.load(1, tile), bits.fill(2, 0);
+  bits.hide(s, 0.f);
+  for (int i = 0; i < kRegisters; ++i) found[threadIdx.x * kRegisters + i] = s[i];
+}
+
+// Both warpgroups of the 128 rows of a group: a full block, one with bits, and a hidden one.
+inline void check_bits(Result& result) {
+  std::mt19937_64 random(1);
+  std::vector<uint64_t> rows(kListRows);
+  for (uint64_t& row : rows) row = random();
+  Array<uint64_t> given(rows);
+  Array<float> found(256 * kRegisters);
+  launch(store_hidden, 1, 256, 0, reinterpret_cast<const uint8_t*>(given.device()), found.device());
+  for (int t = 0; t < 256; ++t) {
+    for (int i = 0; i < kRegisters; ++i) {
+      const int row = thread_row(t) + register_row(i);
+      const int column = thread_column(t) + register_column(i) - kListColumns;
+      const bool wanted = i < 32 || (i < 64 && (rows[row] >> column & 1));
+      result.equal(wanted, found.download()[t * kRegisters + i], "score", t, i);
+    }
+  }
+}
+
+static const Tests kTests = {{"attention/mask_lists: blocks", Where::kGpu, check_blocks},
+                             {"attention/mask_lists: groups", Where::kGpu, check_groups},
+                             {"attention/mask_lists: bits", Where::kGpu, check_bits}};
+
+}  // namespace unit::mask_lists
