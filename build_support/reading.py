@@ -3,8 +3,8 @@
 ``python -m build_support.reading`` prints the files and lines of the main loop and of the whole
 forward, and the files that q crosses; tests/test_format.py holds the sizes that csrc/README.md
 promises. A file counts if the first one includes it, directly or not. csrc/ptx does not count (one
-instruction family per file), nor do the headers of 8-bit inputs, of a bias, of the largest score and
-of listed masks, whose records and calls the others hold.
+instruction family per file), nor do the headers of 8-bit inputs, of a bias, of the largest score
+and of listed masks, whose records and calls the others hold.
 """
 
 from __future__ import annotations

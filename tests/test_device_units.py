@@ -4,7 +4,7 @@ Each header has a file of tests. The program compiles without a GPU, and its tes
 tile order, shares of work, lengths, descales and register coordinates run on the host.
 
 And kernels on the CPU: tests/device/append_emulation.cpp, decode_emulation.cpp,
-forward_emulation.cpp (of cached calls) and backward_emulation.cpp.
+forward_emulation.cpp (of cached calls and listed masks) and backward_emulation.cpp.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADERS = [
     path.relative_to(ROOT / "csrc")
     for folder in FOLDERS
     for path in sorted((ROOT / "csrc" / folder).iterdir())
-    if path.name != "score_term.h"  # two enumerations
+    if path.name not in ("score_term.h", "list_sizes.h")  # two enumerations, three sizes
 ]
 HEADERS.append(Path("decode/work_share.cuh"))  # the header of a kernel folder that has tests
 
@@ -143,6 +143,8 @@ EMULATIONS = {
     "appends": ("append", ("1000",), 1000, 1000, has_vectors_of_k),
     "cached forward, lost pages": ("forward", ("--only", "lost"), 2, 99, None),
     "random cached forward": ("forward", ("--random", "12"), 2, 12, None),
+    "forward, masks as lists": ("forward", ("--only", "lists"), 11, 11, None),
+    "backward, masks as lists": ("backward", ("--only", "lists", "--steps", "150"), 9, 9, None),
     # Short problems of every kernel config, and longer ones of 192 columns.
     "backward": ("backward", ("--steps", "16"), 6, 999, None),
     "backward d192": ("backward", ("--only", "d192", "--steps", "100"), 6, 999, None),
@@ -176,5 +178,5 @@ def test_kernels_on_the_cpu(checkout, name):
 
 
 @pytest.mark.sweep
-def test_every_cached_forward_on_the_cpu(checkout):
+def test_every_forward_on_the_cpu(checkout):
     assert passed_on_the_cpu(checkout, "forward")[0] > 20

@@ -52,6 +52,11 @@ from flashattn3.run.planner import choose
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
 
 
+def without_lists(configs) -> list:
+    """Those that a plan can choose: no call of this backend has a mask as lists yet."""
+    return [config for config in configs if not config.listed]
+
+
 class Recorder:
     """Stands in for the compiled operator: keeps its arguments and fills the results."""
 
@@ -120,7 +125,7 @@ KEYS_OF = {(64, 96): 257, (64, 112): 197}  # head dim and block_n → keys in su
 
 
 @pytest.mark.parametrize(
-    "kernel_config", FORWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
+    "kernel_config", without_lists(FORWARD_CONFIGS), ids=lambda kernel_config: kernel_config.name
 )
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
     dtype = DTYPES[kernel_config.dtype]
@@ -201,7 +206,7 @@ def test_the_gradient_gets_a_row_or_triton(dims, dtype):
 
 
 @pytest.mark.parametrize(
-    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
+    "kernel_config", without_lists(BACKWARD_CONFIGS), ids=lambda kernel_config: kernel_config.name
 )
 def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
     kernel_config, monkeypatch
@@ -758,7 +763,7 @@ def test_gradients_of_layouts_that_are_copied_are_those_of_the_reference(name):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(
-    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
+    "kernel_config", without_lists(BACKWARD_CONFIGS), ids=lambda kernel_config: kernel_config.name
 )
 def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypatch):
     def never(*arguments):

@@ -35,16 +35,17 @@ __device__ __forceinline__ bool warp_claims(int32_t* state) {
   return false;
 }
 
-// Deterministic: number of work tiles (kBlockN keys) that add to an m_block, which is at this
-// position, before this one.
+// Deterministic: number of work tiles (kBlockN keys) that add to the m_block at a position before
+// this one.
 template <int kBlockN>
-__device__ __forceinline__ int tiles_before(const Arguments&, const ListedWorkTile& tile, int,
+__device__ __forceinline__ int tiles_before(const Arguments&, const ListedWorkTile& tile,
                                             int position) {
   return __ldg(tile.turns + position);
 }
 template <int kBlockN>
-__device__ __forceinline__ int tiles_before(const Arguments& args, const WorkTile& tile, int block,
-                                            int) {
+__device__ __forceinline__ int tiles_before(const Arguments& args, const WorkTile& tile,
+                                            int position) {
+  const int block = tile.m_blocks.block(position);
   const int index = tile.first_key / kBlockN;
   if (args.traversal == Traversal::kAscending) return index;
   const int last_row = min((block + 1) * kBlockM, tile.num_rows) - 1;

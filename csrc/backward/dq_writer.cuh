@@ -61,7 +61,7 @@ class DqWriter {
     const int64_t row = workspace_row(args_, tile, head, block);
     int32_t* dq_semaphore = args_.workspace.dq_semaphore + row / kBlockM * Traits::kDqParts + part;
     const int before =
-        args_.deterministic ? tiles_before<Traits::kBlockN>(args_, tile, block, position) : 0;
+        args_.deterministic ? tiles_before<Traits::kBlockN>(args_, tile, position) : 0;
     // Sync: all earlier tiles have added their dQ.
     while (before > 0 && load_acquire(dq_semaphore) < before) {
     }

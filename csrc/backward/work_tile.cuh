@@ -54,14 +54,6 @@ struct ListedWorkTile : WorkTile {
   const int32_t* turns;  // ListedArguments::turns of this list
 };
 
-// The m_block at a position.
-__device__ __forceinline__ int m_block_at(const WorkTile& tile, int position) {
-  return tile.m_blocks.block(position);
-}
-__device__ __forceinline__ int m_block_at(const ListedWorkTile& tile, int position) {
-  return __ldg(tile.blocks.entries + position);
-}
-
 // First workspace row of an m_block of a head of q.
 __device__ __forceinline__ int64_t workspace_row(const Arguments& args, const WorkTile& tile,
                                                  int head, int block) {
@@ -111,9 +103,11 @@ class WorkTileSteps {
   static __device__ __forceinline__ int count(const Arguments& args, const WorkTile& tile) {
     return tile.m_blocks.count() * args.qhead_per_kvhead;
   }
-  template <class Tile>
-  __device__ __forceinline__ int block(const Tile& tile) const {
-    return m_block_at(tile, position_);
+  __device__ __forceinline__ int block(const WorkTile& tile) const {
+    return tile.m_blocks.block(position_);
+  }
+  __device__ __forceinline__ int block(const ListedWorkTile& tile) const {
+    return __ldg(tile.blocks.entries + position_);
   }
   __device__ __forceinline__ int position() const { return position_; }
   // Head of q.

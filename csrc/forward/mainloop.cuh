@@ -37,9 +37,6 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
   using Largest = std::conditional_t<kLooks, LargestScore, NoScore>;
   using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked, Largest>;
 
-  // Whether the softmax reads a tile of the bias or of bits, which is released with K.
-  static constexpr bool kReadsStage = Traits::kBias || Traits::kListed;
-
   using Base::Base;
 
   // Called before the first QK GEMM of a work tile, for what it reads from device memory.
@@ -73,12 +70,13 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
       term_.set_rows(uniform(this->warp_first_row() + tile.num_keys - tile.num_rows));
       at.rotation = uniform(rotation_of<kConfig>(args_, tile));
     }
-    if constexpr (!kReadsStage) this->release_k(kv_);
+    if constexpr (!Traits::kBias && !Traits::kListed) this->release_k(kv_);
     int highest[2];
     float unused[2];
     exponents(s, softmax, term_.exact(scale, this->first_key(at)), kv_, highest);
+    if constexpr (Traits::kBias) this->release_k(kv_);  // the tile of the bias is released with it
     this->mask(s, at, kv_);
-    if constexpr (kReadsStage) this->release_k(kv_);
+    if constexpr (Traits::kListed) this->release_k(kv_);  // so are the tiles of bits
     softmax.rescale(s, unused);
     softmax.exponentiate(s);
     take_largest(s, softmax);

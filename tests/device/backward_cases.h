@@ -150,6 +150,19 @@ slopes, d256, softcap | q 150, k 200, heads 6 6, d 256, softcap 15, slopes
 slopes, d256, fp16, causal | fp16, q 200, k 333, heads 6 2, d 256, causal, slopes
 slopes, varlen | batch 4, q 300, k 310, heads 6 6, d 64, slopes, cu_q 0 5 305 305 400,
     cu_k 0 17 117 200 510, total 400 510
+# Masks as lists: listed_mask.h.
+lists | q 200, k 300, heads 2 2, lists 1 1, dlse
+lists of each sequence and head, gqa | batch 2, q 130, k 150, heads 4 2, d 64, lists 2 4
+lists of heads, gqa | q 200, k 260, heads 3, lists 1 3
+lists of sequences, fp16, d64 | fp16, batch 3, q 129, k 257, d 64, lists 3 1, dlse
+lists, one query, one key | q 1, k 1, heads 2, lists 1 2
+lists, sinks, softcap | q 70, k 130, heads 7 7, d 64, softcap 5, lists 1 7, sinks
+lists, many queries | q 700, k 129, d 64, lists 1 1
+lists, many keys, fp16 | fp16, q 150, k 700, d 64, lists 1 1
+lists, d40, other strides | q 200, k 200, heads 2, d 40, head_major, padding 8, other_strides,
+    lists 1 1
+lists, long | batch 2, q 1500, k 1500, heads 8 4, lists 2 8
+lists, many tiles, d64 | batch 4, q 800, k 800, heads 16 16, d 64, lists 1 16
 )";
 
 inline std::vector<Case> backward_cases() {

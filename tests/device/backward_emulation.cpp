@@ -99,22 +99,21 @@ static bool run_in_order(const std::function<void()>& kernel, int num_ctas, int 
 static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_t seed,
                        int& num_parts) {
   const Case& c = p.c;
-  const auto table = [](const std::vector<int>& values) {
-    return values.empty() ? nullptr : values.data();
-  };
+  const HostMemory memory;
   const int64_t seq = p.q.seq;
   const Strides stride{seq * c.heads_q, 1, seq};
   BackwardParams params = make_params(p,
-                                      {p.lse.data(), p.dlse.data(), stride, stride, table(c.cu_q),
-                                       table(c.cu_k), table(c.used_q), table(c.used_k)},
-                                      [](Tensor& tensor) { return tensor.host.data() + kGuard; });
+                                      {p.lse.data(), p.dlse.data(), stride, stride, memory(c.cu_q),
+                                       memory(c.cu_k), memory(c.used_q), memory(c.used_k)},
+                                      memory);
   std::vector<int32_t> schedule(varlen_schedule_bytes(c.batch) / 4, -1);
   params.forward.varlen_schedule = schedule.data();
   params.forward.num_sms = turn.num_sms;
   std::vector<float> dsinks(p.sinks.size(), NAN);
-  params.forward.sinks = p.sinks.empty() ? nullptr : p.sinks.data();
-  params.forward.alibi_slopes = p.slopes.empty() ? nullptr : p.slopes.data();
+  params.forward.sinks = memory(p.sinks), params.forward.alibi_slopes = memory(p.slopes);
   params.dsinks = dsinks.empty() ? nullptr : dsinks.data();
+  if (p.mask.heads != 0)
+    params.lists = p.lists.params(memory), params.turns = memory(p.lists.turns);
   params.forward.deterministic = turn.deterministic;
   constexpr int64_t kGuardBytes = 1024;
   const int64_t bytes = kFunctions[config].size("emulation", params.forward).workspace_bytes;

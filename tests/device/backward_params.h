@@ -56,8 +56,8 @@ inline std::vector<int> configs_of(const Case& c) {
   const auto fits = [&](const flashattn3::backward::Config& config) {
     const bool has_slopes = config.term == flashattn3::ScoreTerm::kSlopes;
     return (config.dtype == flashattn3::kFp16) == c.fp16 && has_slopes == c.slopes &&
-           has_bias(config) == (c.bias_heads != 0) && config.head_dim >= c.head_dim &&
-           config.head_dim_v >= c.head_dim_v;
+           has_bias(config) == (c.bias_heads != 0) && config.listed == (c.lists_heads != 0) &&
+           config.head_dim >= c.head_dim && config.head_dim_v >= c.head_dim_v;
   };
   int head_dim = 1 << 30;
   for (const auto& config : kCheckConfigs) {

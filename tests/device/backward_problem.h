@@ -290,6 +290,7 @@ struct BackwardProblem : Inputs {
   Tensor out, dout, dq, dk, dv;
   Tensor ds, dbias;              // ds: of each sequence and head, dense, as dbias, which may share
   std::vector<float> lse, dlse;  // (batch, heads, seq), with cu_q (heads, total); initially NaN
+  BlockLists lists{mask, true};
   BackwardReference reference;
 
   // exact: the reference keeps its own fp64 out and lse instead of the kernel's rounded inputs.

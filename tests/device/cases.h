@@ -21,13 +21,14 @@ struct Case {
   float softcap = 0.f;
   float scale = NAN;  // NaN: head_dim ^ -0.5
   Data data = Data::kNormal;
-  int bias_batch = 0, bias_heads = 0;  // of a bias, each 1 or as many as q has; 0: none
-  bool sinks = false, slopes = false;  // of Inputs
-  bool head_major = false;             // memory order (batch, heads, seq)
-  int pitch_padding = 0;               // NaN elements after each head's columns
-  std::vector<int> cu_q, cu_k;         // cumulative lengths, as given to the kernel
-  std::vector<int> used_q, used_k;     // seqused
-  int total_q = 0, total_k = 0;        // tokens of the tensors with cu_q, cu_k
+  int bias_batch = 0, bias_heads = 0;    // of a bias, each 1 or as many as q has; 0: none
+  bool sinks = false, slopes = false;    // of Inputs
+  int lists_batch = 0, lists_heads = 0;  // of a RandomMask, each 1 or as many as q has; 0: none
+  bool head_major = false;               // memory order (batch, heads, seq)
+  int pitch_padding = 0;                 // NaN elements after each head's columns
+  std::vector<int> cu_q, cu_k;           // cumulative lengths, as given to the kernel
+  std::vector<int> used_q, used_k;       // seqused
+  int total_q = 0, total_k = 0;          // tokens of the tensors with cu_q, cu_k
   // Read by backward_check.
   bool dlse = false;           // lse has a gradient
   bool other_strides = false;  // gradients in the other memory order, with more padding
@@ -48,7 +49,8 @@ inline void set(Case& c, Field& field) {
       field.read("batch", c.batch) || field.read("q", c.seqlen_q) || field.read("k", c.seqlen_k) ||
       field.read("heads", c.heads_q, c.heads_kv) || field.read("d", c.head_dim, c.head_dim_v) ||
       field.read("softcap", c.softcap) || field.read("scale", c.scale) ||
-      field.read("bias", c.bias_batch, c.bias_heads) || field.read("data", data) ||
+      field.read("bias", c.bias_batch, c.bias_heads) ||
+      field.read("lists", c.lists_batch, c.lists_heads) || field.read("data", data) ||
       field.read("sinks", c.sinks) || field.read("slopes", c.slopes) ||
       field.read("head_major", c.head_major) || field.read("padding", c.pitch_padding) ||
       field.read("cu_q", c.cu_q) || field.read("cu_k", c.cu_k) || field.read("used_q", c.used_q) ||

@@ -253,15 +253,6 @@ inline Worst compare(DecodeProblem& p, const std::vector<DecodeRow>& rows) {
   return worst;
 }
 
-// Where a kernel on the host finds tensors and tables.
-struct HostMemory {
-  uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
-  template <class Value>
-  const Value* operator()(const std::vector<Value>& values) const {
-    return values.empty() ? nullptr : values.data();
-  }
-};
-
 // The results of a case's first launch, whose bits others must have.
 struct FirstResults {
   std::vector<uint16_t> out;

@@ -106,6 +106,20 @@ slopes, long | q 200, k 9000, heads 6 6, d 64, data grows_to_first, slopes
 slopes, long, causal | q 3000, k 3000, heads 6 6, causal, data grows_to_last, slopes
 slopes, varlen | batch 4, q 300, k 310, heads 6 6, d 64, slopes, cu_q 0 5 305 305 400,
     cu_k 0 17 117 200 510, total 400 510
+# Masks as lists: listed_mask.h.
+lists | q 300, k 400, heads 2 2, lists 1 1
+lists of each sequence and head, gqa | batch 2, q 200, k 333, heads 4 2, lists 2 4
+lists of heads, d64 | batch 2, q 260, k 700, heads 3, d 64, lists 1 3
+lists of sequences, d64, fp16 | fp16, batch 3, q 129, k 257, d 64, lists 3 1
+lists, one query, one key, sinks | q 1, k 1, heads 7 7, lists 1 7, sinks
+lists, sinks, softcap | q 150, k 300, heads 7 7, softcap 5, lists 1 1, sinks
+lists, large scores | q 640, k 333, data large, lists 1 1
+lists, scores grow to the first key | fp16, q 140, k 900, data grows_to_first, lists 1 1
+lists, d40, padded pitch | q 150, k 250, heads 2 2, d 40, head_major, padding 8, lists 1 2
+lists, d192, values 128 | q 300, k 400, heads 2, d 192 128, lists 1 2
+lists, d256 | fp16, q 260, k 300, heads 2 2, d 256, lists 1 1
+lists, long | batch 2, q 2048, k 2100, heads 8 4, lists 2 8
+lists, many tiles, d64 | batch 4, q 1000, k 1000, heads 16 16, d 64, lists 1 16
 )";
 
 inline std::vector<Case> forward_cases() { return with_defaults(read_cases<Case>(kForwardCases)); }

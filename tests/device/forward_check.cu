@@ -21,7 +21,7 @@
 #include "forward_cached.h"
 #include "forward_cases.h"
 #include "forward_launches.h"
-#include "forward_problem.h"
+#include "forward_params.h"
 #include "forward_quantized.h"
 #include "harness.cuh"
 #include "launch/stream_counters.h"
@@ -43,32 +43,6 @@ static bool finds_largest(const flashattn3::forward::Config& config) {
 }
 static bool has_slopes(const flashattn3::forward::Config& config) {
   return flashattn3::has_slopes(config.term);
-}
-
-static ForwardParams make_params(Problem& p, float* lse, int num_sms) {
-  const Case& c = p.c;
-  ForwardParams params{};
-  params.q = p.q.data(), params.k = p.k.data(), params.v = p.v.data(), params.out = p.out.data();
-  params.lse = lse;
-  params.q_stride = p.q.stride, params.k_stride = p.k.stride, params.v_stride = p.v.stride;
-  params.out_stride = p.out.stride;
-  params.lse_stride = {static_cast<int64_t>(p.q.seq) * c.heads_q, 1, p.q.seq};
-  params.batch = c.batch, params.seqlen_q = c.seqlen_q, params.seqlen_k = c.seqlen_k;
-  params.total_q = c.total_q, params.total_k = c.total_k;
-  params.num_heads_q = c.heads_q, params.num_heads_kv = c.heads_kv;
-  params.head_dim = c.head_dim, params.head_dim_v = c.head_dim_v;
-  params.varlen = !c.cu_q.empty();
-  params.positions_q = {device_copy(c.cu_q), device_copy(c.used_q)};
-  params.positions_k = {device_copy(c.cu_k), device_copy(c.used_k)};
-  const int64_t schedule_words =
-      c.cu_q.empty() ? 0 : flashattn3::varlen_schedule_bytes(c.batch) / 4;
-  params.varlen_schedule = device_copy(std::vector<int>(schedule_words, -1));
-  params.softmax_scale = c.scale, params.softcap = c.softcap;
-  params.window_left = c.left, params.window_right = c.right;
-  params.sinks = device_copy(p.sinks);
-  params.alibi_slopes = device_copy(p.slopes), params.alibi_batch = c.heads_q;
-  params.num_sms = num_sms;
-  return params;
 }
 
 // Checks the largest score of each head and sets it back to -inf. Returns an error message, or "".
@@ -97,7 +71,13 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
   float* lse;
   const size_t lse_bytes = p.lse.size() * 4;
   check(cudaMalloc(&lse, lse_bytes + 4));
-  ForwardParams params = make_params(p, lse, num_sms);
+  DeviceMemory memory;
+  p.out.upload();
+  ForwardParams params = make_params(p, lse, memory);
+  const int64_t schedule_words =
+      p.c.cu_q.empty() ? 0 : flashattn3::varlen_schedule_bytes(p.c.batch) / 4;
+  params.varlen_schedule = const_cast<int*>(memory(std::vector<int>(schedule_words, -1)));
+  params.num_sms = num_sms;
   const std::vector<float> no_scores(p.c.heads_q, -INFINITY);
   if (finds_largest(kCheckConfigs[config])) params.max_logit = device_copy(no_scores);
   void* promoted = nullptr;
@@ -140,64 +120,8 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
       wrong = run == 1 ? "fixed order differs from counted order" : "3 SMs differ from all";
     }
   }
-  cudaFree(lse), cudaFree(promoted);
-  for (const flashattn3::TokenPositions& positions : {params.positions_q, params.positions_k}) {
-    cudaFree(const_cast<int*>(positions.cu_seqlens)), cudaFree(const_cast<int*>(positions.seqused));
-  }
-  cudaFree(params.varlen_schedule), cudaFree(params.max_logit);
-  cudaFree(const_cast<void*>(params.sinks)), cudaFree(const_cast<float*>(params.alibi_slopes));
+  cudaFree(lse), cudaFree(promoted), cudaFree(params.max_logit);
   return wrong;
-}
-
-// Checks that the rows of sequences are written, with cu_seqlens the rows between them cleared, and
-// nothing else written. Returns an error message, or "".
-static std::string check_coverage(Problem& p) {
-  const Case& c = p.c;
-  enum : uint8_t { kOutside, kCleared, kOwned };
-  std::vector<uint8_t> state(p.out.host.size(), kOutside);
-  const auto mark = [&](int batch_coord, int row, uint8_t as) {
-    for (int h = 0; h < c.heads_q; ++h) {
-      const int64_t at = p.out.row(batch_coord, row, h) - p.out.host.data();
-      std::fill_n(state.begin() + at, c.head_dim_v, as);
-    }
-  };
-  if (!c.cu_q.empty()) {
-    for (int row = 0; row < c.total_q; ++row) mark(0, row, kCleared);
-  }
-  for (int b = 0; b < c.batch; ++b) {
-    const Rows rows = p.queries(b);
-    for (int s = 0; s < rows.length; ++s) mark(rows.batch_coord, rows.offset + s, kOwned);
-  }
-  int64_t missing = 0, dirty = 0, outside = 0;
-  for (size_t i = 0; i < state.size(); ++i) {
-    const uint16_t found = p.out.host[i];
-    if (state[i] == kOwned && !std::isfinite(to_float(found, c.fp16))) ++missing;
-    if (state[i] == kCleared && found != 0) ++dirty;
-    if (state[i] == kOutside && found != kNaN) ++outside;
-  }
-  if (missing == 0 && dirty == 0 && outside == 0) return "";
-  return std::to_string(missing) + " elements not finite, " + std::to_string(dirty) +
-         " not cleared, " + std::to_string(outside) + " written outside";
-}
-
-// fp64 references of rows at the edges of tiles and of 12 random rows per head.
-static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
-  const Case& c = p.c;
-  std::mt19937 random(99);
-  std::vector<Fp64Reference> references;
-  for (int b = 0; b < c.batch; ++b) {
-    const int length = p.queries(b).length;
-    for (int h = 0; h < c.heads_q; ++h) {
-      std::vector<int> rows = {0,   1,   15,  16,  63,  64,  65,         127,        128,
-                               129, 191, 192, 193, 255, 256, length - 1, length - 2, length / 2};
-      for (int i = 0; i < 12; ++i) rows.push_back(static_cast<int>(random() % std::max(1, length)));
-      for (int s : rows) {
-        if (s >= 0 && s < length) references.push_back({b, h, s, {}, {}, 0, 0});
-      }
-    }
-  }
-  in_parallel(references.size(), [&](int64_t i) { compute_fp64_reference(p, references[i]); });
-  return references;
 }
 
 // Runs the case on every kernel config of a dtype with the smallest sufficient head dim and a
@@ -205,8 +129,8 @@ static std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
   const auto fits = [&](const flashattn3::forward::Config& r) {
     const bool takes = has_slopes(r) == c.slopes || finds_largest(r);
-    return r.dtype == type && !r.cached && takes && r.head_dim >= c.head_dim &&
-           r.head_dim_v >= c.head_dim_v;
+    return r.dtype == type && !r.cached && takes && r.listed == (c.lists_heads != 0) &&
+           r.head_dim >= c.head_dim && r.head_dim_v >= c.head_dim_v;
   };
   int head_dim = 1 << 30;
   for (const flashattn3::forward::Config& r : kCheckConfigs) {
@@ -215,6 +139,7 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
   if (head_dim == 1 << 30) return true;
   bool good = true;
   Problem problem(c);
+  problem.q.upload(), problem.k.upload(), problem.v.upload();
   std::unique_ptr<QuantizedInputs> quantized;
   if (is_quantized(type)) {
     const Narrow& scored = type == ElementType::kInt8 ? kToInt8 : kToE4m3;
@@ -240,12 +165,7 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
     const bool pass = wrong.empty() && w.ratio <= 1;
     good = good && pass;
     std::printf("%s  %s  worst %.3f of the bound", pass ? "PASS" : "FAIL", g_now, w.ratio);
-    if (!pass) {
-      std::printf(
-          "\n      %s; (batch %d, head %d, row %d) out[%d] wanted %g found %g, "
-          "lse wanted %g found %g",
-          wrong.c_str(), w.b, w.h, w.s, w.column, w.wanted, w.found, w.wanted_lse, w.found_lse);
-    }
+    if (!pass) std::printf("\n      %s; %s", wrong.c_str(), describe(w).c_str());
     std::printf("\n");
     std::fflush(stdout);
   }
@@ -307,7 +227,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
       for (int config = 0; config < kNumCheckConfigs; ++config) {
         const flashattn3::forward::Config& r = kCheckConfigs[config];
         const bool fits = has_slopes(r) || r.masked == causal;
-        if (r.head_dim != d || !fits || r.dtype == kFp16 || r.cached) continue;
+        if (r.head_dim != d || !fits || r.dtype == kFp16 || r.cached || r.listed) continue;
         if (part != nullptr && config_name(config).find(part) == std::string::npos) continue;
         for (const bool sinks : {false, true})
           configs.push_back(config), has_sinks.push_back(sinks);

@@ -1,6 +1,6 @@
-// Runs the cached forward kernels on the CPU (emulation/emulation.h) and compares them with fp64:
-// the problems of forward_check --cached that are short, on few and on many CTAs, one after the
-// other.
+// Runs the cached forward kernels, and those whose mask is lists, on the CPU
+// (emulation/emulation.h) and compares them with fp64: the problems of forward_check, with and
+// without --cached, that are short, on few and on many CTAs, one after the other.
 //   forward_emulation [--only part of a name]
 //   forward_emulation --random count [first]
 //       random problems instead, with seeds from `first` on
@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "forward_cached_cases.h"
+#include "forward_cases.h"
 #include "forward_configs.h"
+#include "forward_params.h"
 #include "launch/forward_cached.cuh"
 #include "launch/varlen_arguments.h"
 #include "run_grid.h"
@@ -32,6 +34,20 @@ struct Launch {
 };
 
 template <forward::Config kConfig>
+static Launch prepare_listed(const ForwardParams& params) {
+  if constexpr (kConfig.listed) {
+    const auto args = make_forward_arguments<kConfig>(params);
+    return {num_persistent_ctas(params, args.scheduler.num_tiles),
+            forward::num_threads(kConfig),
+            [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); },
+            0,
+            {}};
+  } else {
+    return {};
+  }
+}
+
+template <forward::Config kConfig>
 static Launch prepare(const char* name, const DecodeParams& params) {
   if constexpr (kConfig.cached) {
     check_cached_forward<kConfig>(name, params);
@@ -47,10 +63,13 @@ static Launch prepare(const char* name, const DecodeParams& params) {
   }
 }
 
-using Prepare = Launch (*)(const char*, const DecodeParams&);
+struct Prepare {
+  Launch (*cached)(const char*, const DecodeParams&);
+  Launch (*listed)(const ForwardParams&);
+};
 template <size_t... kIndex>
 static std::vector<Prepare> prepares(std::index_sequence<kIndex...>) {
-  return {&prepare<kCheckConfigs[kIndex]>...};
+  return {{&prepare<kCheckConfigs[kIndex]>, &prepare_listed<kCheckConfigs[kIndex]>}...};
 }
 static const std::vector<Prepare> kPrepare = prepares(std::make_index_sequence<kNumCheckConfigs>());
 
@@ -60,6 +79,10 @@ struct Turn {
   bool counted;
   uint32_t seed;
 };
+constexpr Turn kTurns[] = {{"counted", 132, true, 1},
+                           {"fixed order", 132, false, 2},
+                           {"3 SMs", 3, false, 3},
+                           {"1 SM, counted", 1, true, 4}};
 
 static bool run_in_order(const std::function<void()>& kernel, std::vector<int> order,
                          int num_threads, uint32_t seed) {
@@ -67,14 +90,32 @@ static bool run_in_order(const std::function<void()>& kernel, std::vector<int> o
   return emulation::run_ctas(order, num_threads, seed);
 }
 
-// Runs the CTAs of one call one after the other. Returns an error message, or "".
-static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
+static Launch prepare_turn(DecodeProblem& problem, int config, const Turn& turn,
+                           decode::Counters& counters, std::vector<int32_t>& schedule) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
-  std::vector<int32_t> schedule(varlen_schedule_bytes(params.batch) / 4, -1);
-  decode::Counters counters{};
+  schedule.assign(varlen_schedule_bytes(params.batch) / 4, -1);
   params.num_sms = turn.num_sms, params.workspace = schedule.data();
   params.counters = turn.counted ? &counters : nullptr;
-  const Launch launch = kPrepare[config](kCheckConfigNames[config], params);
+  return kPrepare[config].cached(kCheckConfigNames[config], params);
+}
+
+static Launch prepare_turn(Problem& problem, int config, const Turn& turn,
+                           decode::Counters& counters, std::vector<int32_t>&) {
+  const HostMemory memory;
+  ForwardParams params = make_params(problem, problem.lse.data(), memory);
+  params.num_sms = turn.num_sms;
+  params.tile_counter = turn.counted ? counters.tile : nullptr;
+  return kPrepare[config].listed(params);
+}
+
+// Runs the CTAs of one call one after the other. Returns an error message, or "".
+template <class AnyProblem>
+static std::string run(AnyProblem& problem, int config, const Turn& turn) {
+  std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
+  std::fill(problem.lse.begin(), problem.lse.end(), NAN);
+  decode::Counters counters{};
+  std::vector<int32_t> schedule;
+  const Launch launch = prepare_turn(problem, config, turn, counters, schedule);
   std::mt19937 random(turn.seed);
   const auto shuffled = [&](int count) {
     std::vector<int> order(count);
@@ -95,17 +136,11 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn) {
 }
 
 static bool run_case(const DecodeCase& c) {
-  const Turn turns[] = {{"counted", 132, true, 1},
-                        {"fixed order", 132, false, 2},
-                        {"3 SMs", 3, false, 3},
-                        {"1 SM, counted", 1, true, 4}};
   DecodeProblem problem(c);
   const int config = cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
   const std::vector<DecodeRow> rows = reference_rows(problem);
   FirstResults first;
-  for (const Turn& turn : turns) {
-    std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
-    std::fill(problem.lse.begin(), problem.lse.end(), NAN);
+  for (const Turn& turn : kTurns) {
     std::string wrong = run(problem, config, turn);
     wrong += stray_elements(problem) + first.compare(problem);
     char launch[80];
@@ -115,18 +150,52 @@ static bool run_case(const DecodeCase& c) {
   return true;
 }
 
-// Whether a problem takes seconds: a KV block of a work tile takes about 10 milliseconds.
+// Returns whether all kernel configs of the case's smallest sufficient head dim are right, with the
+// same bits in every turn.
+static bool run_listed_case(const Case& c) {
+  Problem problem(c);
+  const std::vector<Fp64Reference> references = compute_fp64_references(problem);
+  for (const int config : listed_configs(c)) {
+    std::vector<uint16_t> first;
+    for (const Turn& turn : kTurns) {
+      std::string wrong = run(problem, config, turn);
+      if (first.empty()) first = problem.out.host;
+      if (wrong.empty() && first != problem.out.host) wrong = "other bits";
+      if (wrong.empty()) wrong = check_coverage(problem);
+      const RowError worst = compare(problem, references);
+      const bool good = wrong.empty() && worst.ratio <= 1;
+      std::printf("%s  %-44s %-14s worst %.3f of the bound\n", good ? "PASS" : "FAIL",
+                  c.name.c_str(), turn.name, worst.ratio);
+      if (!good) {
+        std::printf("      %s; %s\n", kCheckConfigNames[config],
+                    (wrong.empty() ? describe(worst) : wrong).c_str());
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Problems of more blocks of 64 keys and a work tile take seconds: one takes about 10 milliseconds.
+constexpr int64_t kMostBlocks = 400;
+
+static int64_t num_blocks(const Case& c) {
+  const int64_t tiles = int64_t{c.batch} * c.heads_q * ((c.seqlen_q + 127) / 128);
+  return tiles * (c.seqlen_k / 64 + 1) * c.head_dim / 64;
+}
+
 static bool is_short(const DecodeCase& c) {
   int64_t blocks = 0;
   for (int b = 0; b < c.batch; ++b) {
     const int keys = c.seqlens.empty() ? c.capacity : std::clamp(c.seqlens[b], 0, c.capacity);
     blocks += keys / 64 + 1;
   }
-  return blocks * c.heads_q * ((c.seqlen_q + 191) / 192) * c.head_dim / 64 <= 400;
+  return blocks * c.heads_q * ((c.seqlen_q + 191) / 192) * c.head_dim / 64 <= kMostBlocks;
 }
 
 int main(int argc, char** argv) {
   std::vector<DecodeCase> cases;
+  std::vector<Case> listed;
   if (argc >= 3 && !std::strcmp(argv[1], "--random")) {
     const int first = argc > 3 ? std::atoi(argv[3]) : 0;
     for (int i = first; i < first + std::atoi(argv[2]); ++i) {
@@ -138,10 +207,16 @@ int main(int argc, char** argv) {
     for (const DecodeCase& c : cached_cases()) {
       if (c.name.find(part) != std::string::npos && is_short(c)) cases.push_back(c);
     }
+    for (const Case& c : forward_cases()) {
+      if (c.lists_heads == 0 || c.name.find(part) == std::string::npos) continue;
+      if (num_blocks(c) <= kMostBlocks) listed.push_back(c);
+    }
   }
   emulation::shared_memory = forward::shared;
   int failed = 0;
   for (const DecodeCase& c : cases) failed += !run_case(c);
-  std::printf("%zu cases, %d failed\n", cases.size(), failed);
-  return failed != 0 || cases.empty();
+  for (const Case& c : listed) failed += !run_listed_case(c);
+  const size_t run = cases.size() + listed.size();
+  std::printf("%zu cases, %d failed\n", run, failed);
+  return failed != 0 || run == 0;
 }

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <string>
 #include <vector>
 
 #include "inputs.h"
@@ -10,6 +12,7 @@
 struct Problem : Inputs {
   Tensor out;
   std::vector<float> lse;
+  BlockLists lists{mask, false};
   // Relative rounding error of P: of 16-bit elements, or of e4m3 codes, at most 0.085.
   double rounding = c.fp16 ? 0x1p-11 : 0x1p-8;
   // Error of scores, relative to the largest: fp32, or the 13-bit accumulators of e4m3.
@@ -51,9 +54,7 @@ struct Problem : Inputs {
   explicit Problem(const Case& c)
       : Inputs(c),
         out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.head_major, c.pitch_padding),
-        lse(num_rows()) {
-    q.upload(), k.upload(), v.upload(), out.upload();
-  }
+        lse(num_rows()) {}
 };
 
 // Expected values of one row and their bounds. P and out are rounded to 16 bits: 2 rounding errors
@@ -83,10 +84,11 @@ inline void compute_fp64_reference(Problem& problem, Fp64Reference& truth) {
     largest = std::max(largest, std::fabs(x));
     if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
     x += problem.term(truth.b, truth.h, truth.s, j);
-    largest = std::max(largest, std::fabs(x));
+    if (x != -INFINITY) largest = std::max(largest, std::fabs(x));
     p[j - begin] = x;
     top = std::max(top, x);
   }
+  if (top == -INFINITY) p.clear(), end = begin;  // the mask's lists hide all keys
   for (double& x : p) sum += x = std::exp(x - top);
   const double of_keys = p.empty() ? -INFINITY : top + std::log(sum);
   const double with_sink = problem.with_sink(of_keys, truth.h);
@@ -135,4 +137,12 @@ inline RowError compare(Problem& problem, const std::vector<Fp64Reference>& refe
     }
   }
   return worst;
+}
+
+inline std::string describe(const RowError& w) {
+  char text[200];
+  std::snprintf(text, sizeof(text),
+                "(batch %d, head %d, row %d) out[%d] wanted %g found %g, lse wanted %g found %g",
+                w.b, w.h, w.s, w.column, w.wanted, w.found, w.wanted_lse, w.found_lse);
+  return text;
 }

@@ -34,11 +34,11 @@ static void check(cudaError_t status) {
 
 template <class Value>
 static Value* device_copy(const std::vector<Value>& values) {
-  static_assert(sizeof(Value) == 4);
-  if (values.empty()) return nullptr;
+  const size_t bytes = values.size() * sizeof(Value);
+  if (bytes == 0) return nullptr;
   Value* device;
-  check(cudaMalloc(&device, values.size() * 4));
-  check(cudaMemcpy(device, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
+  check(cudaMalloc(&device, bytes));
+  check(cudaMemcpy(device, values.data(), bytes, cudaMemcpyHostToDevice));
   return device;
 }
 

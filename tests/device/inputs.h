@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cases.h"
+#include "listed_mask.h"
 #include "tensors.h"
 
 struct Inputs {
@@ -17,6 +18,7 @@ struct Inputs {
   std::vector<float> sinks;
   // Of ALiBi: (batch, heads), some of them negative or 0; none without c.slopes.
   std::vector<float> slopes;
+  RandomMask mask;
 
   explicit Inputs(const Case& c)
       : c(c),
@@ -25,7 +27,8 @@ struct Inputs {
         k(c.cu_k.empty() ? c.batch : 1, c.cu_k.empty() ? c.seqlen_k : c.total_k, c.heads_kv,
           c.head_dim, c.head_major, c.pitch_padding),
         v(k.batch, k.seq, c.heads_kv, c.head_dim_v, c.head_major, c.pitch_padding),
-        bias(c.bias_batch, c.seqlen_q, c.bias_heads, c.seqlen_k, true, 0) {
+        bias(c.bias_batch, c.seqlen_q, c.bias_heads, c.seqlen_k, true, 0),
+        mask(c.lists_batch, c.lists_heads, c.seqlen_q, c.seqlen_k) {
     constexpr float kSinks[] = {1.5f, 9.f, -40.f, 60.f, -INFINITY, INFINITY, 0.f};
     constexpr float kSlopes[] = {0.5f, 0.0625f, -0.03125f, 0.0078125f, 0.f, 1.f};
     for (int h = 0; c.sinks && h < c.heads_q; ++h) sinks.push_back(kSinks[h % 7]);
@@ -88,8 +91,9 @@ struct Inputs {
       }
     }
   }
-  // What is added to the score of a query and a key.
+  // What is added to the score of a query and a key; -inf: hidden.
   double term(int b, int h, int s, int key) const {
+    if (mask.heads != 0) return mask.sees(b, h, s, key) ? 0 : -INFINITY;
     if (!slopes.empty()) {
       const int position = s + keys(b).length - queries(b).length;
       return -slopes[b * c.heads_q + h] * std::fabs(static_cast<double>(position - key));

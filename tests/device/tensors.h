@@ -54,6 +54,15 @@ struct Tensor {
   void download() { cudaMemcpy(host.data(), device, host.size() * 2, cudaMemcpyDeviceToHost); }
 };
 
+// Where a kernel on the host finds tensors and tables.
+struct HostMemory {
+  uint16_t* operator()(Tensor& tensor) const { return tensor.host.data() + kGuard; }
+  template <class Value>
+  const Value* operator()(const std::vector<Value>& values) const {
+    return values.empty() ? nullptr : values.data();
+  }
+};
+
 struct Rows {
   int batch_coord;  // batch index in the tensor: 0 with cu
   int offset;       // first row

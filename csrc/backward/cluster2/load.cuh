@@ -83,7 +83,7 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
   }
 }
 
-// Calls visit(at, number, block) for each step. number: of the m_block in the workspace.
+// Calls visit(at, number, position) for each step. number: of the m_block in the workspace.
 template <class Visit>
 __device__ __forceinline__ void for_each_m_block(const Arguments& args, const WorkTile& tile,
                                                  int num_steps, Visit visit) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void for_each_m_block(const Arguments& args, const Wo
   int head = tile.head * args.qhead_per_kvhead, position = tile.start;
   for (int i = 0; i < num_steps; ++i) {
     const int block = tile.m_blocks.block(position);
-    visit(at, workspace_row(args, tile, head, block) / kBlockM, block);
+    visit(at, workspace_row(args, tile, head, block) / kBlockM, position);
     at.advance();
     position = order.next(position);
     if (position == tile.start) ++head;
@@ -125,8 +125,8 @@ __device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const W
                                                   uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   const bool polls = threadIdx.x % 32 == 0;
-  const auto visit = [&](const PipelineState<2>& at, int64_t number, int block) {
-    const int before = tiles_before<block_n(Traits::kConfig)>(args, tile, block);
+  const auto visit = [&](const PipelineState<2>& at, int64_t number, int position) {
+    const int before = tiles_before<block_n(Traits::kConfig)>(args, tile, position);
     // Sync: the additions of two steps before are released.
     storage.dq_released[at.index()].wait(at.phase() ^ 1);
     if (before == 0 && args.zeroes_dq) write_zeros<Traits>(args, number, rank);
