@@ -121,8 +121,9 @@ SECTIONS: dict[str, list[Entry]] = {
     ],
     "8 bits": [
         Entry(
-            lambda: flash_attn_fp8_func(*(x.clone().requires_grad_() for x in QKV)),
-            "8 bits are for inference. Call it under torch.no_grad().",
+            lambda: flashattn3.quantize_block_fp8(QKV[0].clone().requires_grad_()),
+            "Tensors in 8 bits have no gradient. flash_attn_fp8_func quantizes 16 bits itself and "
+            "has one.",
         ),
         Entry(
             lambda: flash_attn_fp8_func(*tensors(*[(1, 64, 2, 96)] * 3)),

@@ -599,6 +599,7 @@ def flash_attn_fp8_func(
     use_fast_accum: bool = False,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     sm_margin: int = 0,
     backend: str | None = None,
     sinks: Tensor | None = None,
@@ -627,10 +628,15 @@ def flash_attn_fp8_func(
 
     Returns: what ``flash_attn_func`` does, in out_dtype.
 
-    Raises: what ``flash_attn_func`` does; UnsupportedError where a tensor requires a gradient,
-        unless under ``torch.no_grad()``.
+    The gradient is that of attention at the quantized values, computed in 16 bits and passed
+    straight through the rounding: it does not know what rounding does to the loss, which limits
+    how far coarse scales can be trained. 8-bit q, k and v are saved for it, with out and lse.
 
-    Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3.
+    Raises: what ``flash_attn_func`` does; UnsupportedError for a gradient inside torch.func's
+        transforms.
+
+    Sources: Shah et al., FlashAttention-3 (arXiv 2407.08608), section 3.3; the straight-through
+    estimator: Bengio et al. (arXiv 1308.3432).
     """
 
 
@@ -657,6 +663,7 @@ def flash_attn_varlen_fp8_func(
     use_fast_accum: bool = False,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     sm_margin: int = 0,
     backend: str | None = None,
     sinks: Tensor | None = None,

@@ -427,18 +427,6 @@ def test_gradients_of_v_and_descales_are_refused_beside_int8(device):
             assert not flash_attn_func(q, q, **arguments).requires_grad
 
 
-@pytest.mark.parametrize("call_fp8", [flash_attn_func, flash_attn_fp8_func])
-def test_gradients_are_refused_at_the_call(call_fp8, device):
-    x = torch.randn(1, 5, 2, 16, device=device).half().requires_grad_()
-    given = (
-        (x, x, x) if call_fp8 is flash_attn_fp8_func else (x.detach().to(FP8).requires_grad_(),) * 3
-    )
-    with pytest.raises(UnsupportedError, match=r"^flash_attn_\w*func: .*torch\.no_grad\(\)$"):
-        call_fp8(*given)
-    with torch.no_grad():
-        assert not call_fp8(*given).requires_grad
-
-
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize(("name", "form"), [("gqa-2", "head"), ("varlen-seqused", "int8 head")])
 def test_opcheck(name, form, backend, device):

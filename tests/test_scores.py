@@ -328,9 +328,6 @@ ERRORS = {
         cached_call, {"sinks": ones(4, requires_grad=True)}, "sinks.requires_grad must be False",
     ),
     "cached slopes": (cached_call, {"alibi_slopes": ones(4)}, "alibi_slopes must be None, got"),
-    "an 8-bit gradient": (
-        quantized_call, {"sinks": ones(4, requires_grad=True)}, "sinks.requires_grad must be False",
-    ),
     "a smoothed k": (
         quantized_call, {"sinks": ones(4), "smooth_k": True}, "sinks must be None with smooth_k",
     ),

@@ -68,6 +68,12 @@ def scaled_qkv(
     return *quantize_qkv(q, k, v, block, hadamard, *lengths, qk_dtype, mean), mean
 
 
+def dequantize(*arguments: object) -> Tensor:
+    """Return the values of 8 bits; same arguments as _dequantize."""
+    run = _opaque_dequantize if _is_opaque(arguments[0]) else _dequantize
+    return run(*arguments)
+
+
 def _is_opaque(x: Tensor) -> bool:
     """Whether torch must not trace into kernel launches, or x has no data to launch on."""
     return x.is_meta or is_traced()
@@ -152,6 +158,26 @@ def _quantize_qkv(
     )
 
 
+def _dequantize(
+    data: Tensor,
+    descale: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """data: of scaled_qkv; what has another shape than ``shape``, that of the result, is permuted.
+    Rows of no sequence are 0."""
+    if shape[-1] <= TRITON_MAX_HEAD_DIM and _runs_on("triton", data.device.type, data.device.index):
+        from . import triton_launch as implementation  # imports Triton
+    else:
+        implementation = torch_operations
+    return implementation.dequantize(
+        data, descale, block, hadamard, _dense(cu_seqlens), shape, dtype
+    )
+
+
 def _on_triton(x: Tensor) -> bool:
     return x.shape[-1] <= TRITON_MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index)
 
@@ -198,6 +224,20 @@ _opaque_quantize_qkv = torch.library.custom_op(
     "Tensor? k_mean) -> "
     "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)",
 )
+
+
+_opaque_dequantize = torch.library.custom_op(
+    "flashattn3::dequantize",
+    _dequantize,
+    mutates_args=(),
+    schema="(Tensor data, Tensor descale, int block, bool hadamard, Tensor? cu_seqlens, "
+    "SymInt[] shape, ScalarType dtype) -> Tensor",
+)
+
+
+@_opaque_dequantize.register_fake
+def _dequantize_fake(data, descale, block, hadamard, cu_seqlens, shape, dtype):
+    return data.new_empty(shape, dtype=dtype)
 
 
 @_opaque_sample_mean.register_fake

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..call import hadamard as rotation
 from ..call.eight_bits import LARGEST, magnitudes, rounded, scales
+from ..call.permuted_v import unpermute_v
 from ..call.token_positions import (
     TokenPositions,
     blocks_of,
@@ -45,6 +46,23 @@ def quantize(
     scaled = values * of_tokens(factor, block, of)[..., None]
     data = rounded(scaled.where(values.isfinite(), torch.nan), dtype)
     return data, descale.where(amax.isfinite(), torch.nan)
+
+
+def dequantize(
+    data: Tensor,
+    descale: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The values of 8 bits, rotated back, in rows; 0 in rows of no sequence."""
+    of = token_positions(shape[-3], data.device, cu_seqlens)
+    rows = data if data.shape == torch.Size(shape) else unpermute_v(data, shape, cu_seqlens)
+    x = rows.float() * of_tokens(descale, block, of)[..., None]
+    x = (rotation.rotate_back(x) if hadamard else x).to(dtype)
+    return x if of.owned is None else torch.where(of.owned[:, None, None], x, 0.0)
 
 
 def _amax_of_blocks(largest, block, of: TokenPositions, cu_seqlens, max_seqlen) -> Tensor:

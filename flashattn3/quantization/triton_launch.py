@@ -7,9 +7,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from ..backends.triton.kernels.dequantize import dequantize_block
 from ..backends.triton.kernels.launch import stride_unit
 from ..backends.triton.kernels.quantize import mean_of_sample, quantize_block
-from ..call.dtypes import INT8
+from ..call.dtypes import FP8, INT8
 from ..call.hadamard import signs
 from ..call.quantization_limits import SAMPLE, SIGNIFICANT
 from .torch_operations import LARGEST
@@ -71,9 +72,7 @@ def quantize(
     descale = torch.empty(batch, heads, num_blocks, dtype=torch.float32, device=x.device)
     if descale.numel() == 0:
         return data.view(dtype), descale
-    block_d = 1 << (head_dim - 1).bit_length()
-    num_warps = max(4, block * block_d // (32 * ELEMENTS_OF_THREAD))
-    num_warps = min(num_warps, MAX_WARPS_ROTATING if hadamard else MAX_WARPS)
+    block_d, num_warps = _tile(block, head_dim, hadamard)
     # Triton launches on the current device.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         quantize_block[(descale.numel(),)](
@@ -101,3 +100,53 @@ def quantize(
             num_warps=num_warps,
         )
     return data.view(dtype), descale
+
+
+def _tile(block: int, head_dim: int, rotates: bool) -> tuple[int, int]:
+    """Columns and warps of a program, which has one block of a head."""
+    block_d = 1 << (head_dim - 1).bit_length()
+    num_warps = max(4, block * block_d // (32 * ELEMENTS_OF_THREAD))
+    return block_d, min(num_warps, MAX_WARPS_ROTATING if rotates else MAX_WARPS)
+
+
+def dequantize(
+    data: Tensor,
+    descale: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """torch_operations.dequantize. data and descale are dense; data of another shape than ``shape``
+    has V's permuted layout."""
+    heads, head_dim = shape[-2:]
+    varlen = cu_seqlens is not None
+    # Rows of no sequence, and rows behind max_seqlen, have no descale.
+    out = (torch.zeros if varlen else torch.empty)(shape, dtype=dtype, device=data.device)
+    if descale.numel() == 0 or out.numel() == 0:
+        return out
+    permuted = data.shape != out.shape
+    block_d, num_warps = _tile(block, head_dim, hadamard)
+    with torch.cuda.device(data.device) if data.is_cuda else nullcontext():
+        dequantize_block[(descale.numel(),)](
+            data.view(torch.uint8) if data.dtype == FP8 else data,
+            descale,
+            out,
+            signs(head_dim, data.device) if hadamard else None,
+            cu_seqlens,
+            descale.shape[-1],
+            heads,
+            shape[-3],
+            shape[-3],
+            data.shape[-3] if permuted else 0,
+            BLOCK_T=block,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            VARLEN=varlen,
+            ROTATED=hadamard,
+            STAGES=head_dim.bit_length() - 1,
+            PERMUTED_COLUMNS=data.shape[-2] if permuted else 0,
+            num_warps=num_warps,
+        )
+    return out

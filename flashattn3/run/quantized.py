@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -30,11 +30,20 @@ from ..call.problem import check, describe
 from ..call.scores import refuse_gradient_of_slopes
 from ..call.value_checks import check_values, is_checked
 from ..errors import expect, shown, type_error, value_error
-from ..modes import has_autocast, is_plain, is_traced, refuse_gradients
+from ..modes import (
+    has_autocast,
+    has_dual_level,
+    is_plain,
+    is_traced,
+    is_transformed,
+    needs_gradient,
+    refuse_gradients,
+)
 from ..quantization import comes_permuted
 from .doors import attend
 from .operator_rules import under_autocast
 from .planner import choose
+from .quantized_gradient import attend_differentiably
 
 QK_DTYPES = (None, *EIGHT_BIT)
 
@@ -71,10 +80,13 @@ def attend_quantized(
     unusual = not plain or changes_scores(tensors)
     if varlen or unusual:
         check_tensor_types(function, tensors, varlen)
-    if unusual or q.requires_grad or k.requires_grad or v.requires_grad:
+    differentiably = q.requires_grad or k.requires_grad or v.requires_grad
+    if unusual or differentiably:
+        differentiably = needs_gradient((q, k, v, tensors.sinks, tensors.bias))
         scheme = _converted(function, *scheme)
         refuse_gradient_of_slopes(function, tensors.alibi_slopes)
-        refuse_gradients(function, q=q, k=k, v=v, sinks=tensors.sinks, bias=tensors.bias)
+        if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
+            refuse_gradients(function, q=q, k=k, v=v, sinks=tensors.sinks, bias=tensors.bias)
     if not plain and is_traced():
         checked = _checked(tensors, options, scheme)
     else:
@@ -86,30 +98,32 @@ def attend_quantized(
         if varlen and is_checked(q.device):
             lengths = lengths_of_q(tensors), lengths_of_k(tensors)
             check_values(*lengths, options, q.shape[0], k.shape[0])
-    scheme, of_8_bits, head_dim, scales_q, scales_k = checked
+    if differentiably:
+        return attend_differentiably(tensors, checked.options, partial(_quantized, checked))
+    return attend(_quantized(checked, tensors), checked.options)
+
+
+def _quantized(checked: _Checked, tensors: Tensors) -> Tensors:
+    """The call with q, k and v of 8 bits."""
+    scheme, options, head_dim, scales_q, scales_k = checked
     block, hadamard, qk_dtype, smooth_k = scheme
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
-    longest = of_8_bits.max_seqlen_q, of_8_bits.max_seqlen_k
+    longest = options.max_seqlen_q, options.max_seqlen_k
     from ..quantization.dispatch import scaled_qkv  # its custom operators import Triton
 
     q, of_q, k, of_k, v, of_v, mean = scaled_qkv(
-        q, k, v, block, hadamard, *edges, *longest, qk_dtype, smooth_k
+        *(tensors.q, tensors.k, tensors.v),
+        *(block, hadamard, *edges, *longest, qk_dtype, smooth_k),
     )
     of_q, of_k, of_v = of_q if scales_q else None, *((of_k, of_v) if scales_k else (None, None))
-    scaled = with_sides(
+    layout = "rows" if head_dim is None else "permuted"
+    of_keys = block if scales_k else None
+    return with_sides(
         tensors,
         Scaled(q, of_q, block if scales_q else None, hadamard),
-        Scaled(k, of_k, block if scales_k else None, hadamard, "rows", None, mean),
-        Scaled(
-            v,
-            of_v,
-            block if scales_k else None,
-            False,
-            "rows" if head_dim is None else "permuted",
-            head_dim,
-        ),
+        Scaled(k, of_k, of_keys, hadamard, "rows", None, mean),
+        Scaled(v, of_v, of_keys, False, layout, head_dim),
     )
-    return attend(scaled, of_8_bits)
 
 
 def _converted(function: str, block, hadamard, qk_dtype, smooth_k) -> Scheme:

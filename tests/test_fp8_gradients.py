@@ -1,0 +1,150 @@
+"""Gradients through flash_attn_fp8_func and its varlen form: those of attention at the quantized
+values, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import EVERY_BACKEND, TRITON_DTYPES
+from saved_tensors import saved_by
+from torch.utils.checkpoint import checkpoint
+
+from flashattn3 import UnsupportedError, flash_attn_fp8_func, flash_attn_varlen_fp8_func
+from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.quantization import dispatch, quantize_qkv, torch_operations, triton_launch
+from flashattn3_bench.checking import (
+    GRADIENT_FACTOR,
+    check,
+    gradients,
+    make_inputs,
+    make_output_gradients,
+)
+from flashattn3_bench.checking.cases import dense, varlen
+
+CASES = (
+    (dense("gqa", (70, 90), (4, 2), (64, 64)), {}),
+    (dense("causal", (33, 70), (2, 2), (64, 32), causal=True), {"qk_dtype": FP8, "block": 64}),
+    (dense("window-cap", (70, 70), (2, 1), (40, 40), window=(9, 3), softcap=4.0), {"rotated": 0}),
+    (dense("mean", (33, 150), (4, 2), (32, 32), distribution="shifted"), {"smooth_k": True}),
+    (dense("sinks-bias", (33, 40), (4, 2), (32, 32), sinks="normal", bias="rows"), {}),
+    (
+        varlen(
+            "varlen", (33, 0, 70), (40, 9, 90), (4, 2), (64, 64), seqused_k=(33, 9, 61),
+            tail_rows=3, causal=True, sinks="mixed", slopes="heads",
+        ),
+        {},
+    ),
+    (varlen("varlen-mean", (33, 17), (40, 70), (2, 2), (32, 32)), {"smooth_k": True}),
+)  # fmt: skip
+
+
+def attend(case, tensors, hadamard: bool, **options):
+    names = ("softmax_scale", "causal", "window_size", "softcap")
+    options |= {name: value for name, value in case.options().items() if name in names}
+    given = zip(tensors._fields[3:], tensors[3:], strict=True)
+    options |= {name: x for name, x in given if x is not None}
+    function = flash_attn_fp8_func
+    if case.varlen:
+        function = flash_attn_varlen_fp8_func
+        options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    return function(*tensors[:3], return_lse=True, hadamard=hadamard, **options)
+
+
+def at_quantized_values(case, tensors, hadamard, qk_dtype=INT8, block=128, smooth_k=False):
+    """The call in float64, of the values that q, k and v are quantized to."""
+    lengths = {}
+    if case.varlen:
+        lengths = {"cu_seqlens_q": tensors.cu_seqlens_q, "cu_seqlens_k": tensors.cu_seqlens_k}
+        lengths |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+    how = {"block": block, "qk_dtype": qk_dtype, "smooth_k": smooth_k, "hadamard": hadamard}
+    scaled = quantize_qkv(*(x.detach() for x in tensors[:3]), **how, **lengths)
+    q, k, v = (x.dequantize().double() for x in scaled)
+    return tensors._replace(q=q, k=k, v=v)
+
+
+@pytest.mark.parametrize(("case", "how"), CASES, ids=lambda of: getattr(of, "name", ""))
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_gradients_at_the_quantized_values(backend, case, how, device):
+    dtype = TRITON_DTYPES[-1]  # kernels widen whatever the backend
+    how = dict(how)
+    how["hadamard"] = bool(how.pop("rotated", 1))
+    how.setdefault("qk_dtype", INT8)
+    tensors = make_inputs(case, device, dtype, requires_grad=True)
+    if case.tail_rows or case.seqused_k:  # what does not count is in the blocks' largest values
+        tensors = tensors._replace(
+            **{x: getattr(tensors, x).detach().nan_to_num().requires_grad_() for x in "qkv"}
+        )
+    try:
+        out, lse = attend(case, tensors, backend=backend, **how)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    leaves = [x for x in tensors if x is not None and x.requires_grad]
+    dout, dlse = make_output_gradients(case, tensors)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    at = at_quantized_values(case, tensors, **how)
+    options = case.reference_options()
+    reference = gradients(at, dout, dlse, **options)
+    rounded = at._replace(**{x: getattr(at, x).to(dtype) for x in "qkv"})
+    baseline = gradients(rounded, dout, dlse, **options, dtype=dtype)
+    names = [x for x in ("q", "k", "v", "sinks", "bias") if getattr(tensors, x) is not None]
+    for name, found in zip(names, got, strict=True):
+        i = ("q", "k", "v", "sinks", "bias").index(name)
+        assert (found.dtype, found.shape) == (getattr(tensors, name).dtype, reference[i].shape)
+        check(f"d{name}", found, reference[i], baseline[i], GRADIENT_FACTOR, case, backend)
+
+
+def leaves(seqlen=40, dtype=torch.float16, device="cpu"):
+    shapes = (2, seqlen, 4, 32), (2, seqlen, 2, 32), (2, seqlen, 2, 32)
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+
+
+def test_every_way_gives_the_same_gradient(device):
+    """Checkpointed, compiled, in a fixed order; and hooks see 8 bits."""
+    given = leaves(device=device)
+    compiled = torch.compile(flash_attn_fp8_func, fullgraph=True, backend="aot_eager")
+    ways = {
+        "eager": flash_attn_fp8_func,
+        "deterministic": lambda *x: flash_attn_fp8_func(*x, deterministic=True),
+        "checkpoint": lambda *x: checkpoint(flash_attn_fp8_func, *x, use_reentrant=False),
+        "compiled": compiled,
+    }
+    found = {}
+    for name, run in ways.items():
+        out = run(*given)
+        dout = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape).to(out.dtype)
+        found[name] = out, *torch.autograd.grad(out, given, dout)
+    for name, results in found.items():
+        for one, other in zip(results, found["eager"], strict=True):
+            assert torch.equal(one, other), name
+    saved = saved_by(lambda: flash_attn_fp8_func(*given, qk_dtype=FP8))
+    sides = [dtype for shape, dtype in saved if len(shape) == 4]
+    assert sides == [FP8, FP8, FP8, torch.float16]
+    with torch.no_grad():
+        assert torch.equal(flash_attn_fp8_func(*given), found["eager"][0])
+
+
+def test_what_has_no_gradient():
+    q, k, v = leaves()
+    with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
+        torch.func.grad(lambda q: flash_attn_fp8_func(q, k, v).float().sum())(q)
+    (dq,) = torch.autograd.grad(flash_attn_fp8_func(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.autograd.grad(dq.float().pow(2).sum(), q)
+
+
+@pytest.mark.parametrize("dtype", TRITON_DTYPES)
+@pytest.mark.parametrize("layout", ["rows", "permuted"])
+@pytest.mark.parametrize("edges", [None, (0, 33, 33, 110)])
+def test_the_kernel_widens_as_torch(edges, layout, dtype, device):
+    x = torch.randn((2, 130, 3, 64) if edges is None else (120, 3, 64), device=device)
+    edges = None if edges is None else torch.tensor(edges, dtype=torch.int32, device=device)
+    for of, hadamard in ((FP8, False), (FP8, True), (INT8, True)):
+        if layout == "permuted" and hadamard:
+            continue
+        data, descale = dispatch.quantize(x, 64, hadamard, edges, 100, layout, of, None)
+        if edges is not None and layout == "rows":
+            data.view(torch.uint8)[110:] = 0  # rows of no sequence are not written
+        given = data, descale, 64, hadamard, edges, x.shape, dtype
+        of_torch = torch_operations.dequantize(*given)
+        assert torch.equal(triton_launch.dequantize(*given), of_torch)
+        assert (of_torch[:110] - x[:110]).abs().max() < 0.3
