@@ -295,6 +295,7 @@ def flash_attn_func(
     bias: Tensor | None = None,
     return_max_logit: bool = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, softmax(softmax_scale * q @ k.T) @ v, without ever storing the scores.
 
@@ -354,6 +355,11 @@ def flash_attn_func(
         mask: a ``flashattn3.masks.Mask`` of these lengths, for all batches or heads or for each
             query head: all that a query sees, so causal, window_size and bias are not beside it. It
             is built once for all layers, and dense calls take it.
+        split_tokens: None, or a multiple of 128, beside num_splits 0: keys are cut into spans of as
+            many tokens from the sequence's first key on, and joined in their order, in one kernel
+            and one tile for all calls, so the bits of a row of out and lse depend on its query, its
+            keys and this number alone: neither on the batch nor on seqlen_q. Not for 8 bits, nor
+            with slopes, bias, mask or return_max_logit. Gradients promise nothing.
         qv, attention_chunk: not supported yet, an error if given.
         FlashAttention-2's keywords dropout_p and block_table are taken with the values 0 and None.
 
@@ -415,6 +421,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    split_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over sequences of different lengths, packed one after another.
 
@@ -719,6 +726,7 @@ def explain(
     bias: Tensor | None = None,
     return_max_logit: bool = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> Explanation:
     """Say how a call with these arguments would run. Nothing is launched.
 
@@ -761,6 +769,7 @@ def flash_attn_forward(
     bias: Tensor | None = None,
     return_max_logit: bool = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, ...]:
     """The forward pass alone, without autograd: for parts of attention that the caller joins.
 

@@ -37,6 +37,7 @@ def flash_attn_func(
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_func(
@@ -67,6 +68,7 @@ def flash_attn_func(
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -97,6 +99,7 @@ def flash_attn_func(
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_func(
@@ -127,6 +130,7 @@ def flash_attn_func(
     bias: Tensor | None = None,
     return_max_logit: Literal[True],
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, ...]: ...
 @overload
 def flash_attn_func(
@@ -157,6 +161,7 @@ def flash_attn_func(
     bias: Tensor | None = None,
     return_max_logit: bool = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_func(
@@ -192,6 +197,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    split_tokens: int | None = None,
 ) -> Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -227,6 +233,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -262,6 +269,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[False] = False,
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attn_varlen_func(
@@ -297,6 +305,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: Literal[True],
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, ...]: ...
 @overload
 def flash_attn_varlen_func(
@@ -332,6 +341,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    split_tokens: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
 def flash_attn_qkvpacked_func(
@@ -1071,6 +1081,7 @@ def explain(
     bias: Tensor | None = None,
     return_max_logit: bool = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> Explanation: ...
 def flash_attn_forward(
     q: Tensor | BlockScaled,
@@ -1101,6 +1112,7 @@ def flash_attn_forward(
     bias: Tensor | None = None,
     return_max_logit: bool = False,
     mask: Mask | None = None,
+    split_tokens: int | None = None,
 ) -> tuple[Tensor, ...]: ...
 def flash_attn_backward(
     dout: Tensor,

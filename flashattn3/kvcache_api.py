@@ -121,8 +121,9 @@ def flash_attn_with_kvcache(
         out_dtype: None or q's; for q of 8 bits bfloat16 (None), float16 or float32.
         return_lse: also return the log-sum-exp.
         backend: as in ``flash_attn_func``.
-        qv, attention_chunk, tree_mask, split_tokens, alibi_slopes: not supported yet, an error if
-            given.
+        split_tokens: as in ``flash_attn_func``: the bits of a token's row also depend neither on
+            pages, their size and the capacity, nor on how a prompt was cut into calls.
+        qv, attention_chunk, tree_mask, alibi_slopes: not supported yet, an error if given.
 
     Returns:
         out in q's shape with v_cache's head dim, in out_dtype; with return_lse also lse (batch,

@@ -226,14 +226,15 @@ def test_the_grid_and_the_workspace_hold_every_part(num_splits):
             programs += m * heads * parts
             slots += m * heads * parts * (parts > 1)
         problem = SimpleNamespace(
-            qhead_per_kvhead=1, num_heads_kv=heads, num_splits=num_splits, varlen=True
-        )
-        tile = CacheTile(16, 64, 4, 3, num_ctas)
-        _, *bound = tile.grid(problem, batch, 16 * sum(m_blocks), 16 * max(m_blocks))
+            qhead_per_kvhead=1, num_heads_kv=heads, num_splits=num_splits, varlen=True,
+            split_tokens=None,
+        )  # fmt: skip
+        tile = CacheTile(16, 64, 4, 3, num_ctas, 16)
+        _, *bound = tile.grid(problem, batch, 16 * sum(m_blocks), 16 * max(m_blocks), 0)
         assert programs <= bound[0] and slots <= bound[1]
     # The workspace of 132 SMs, 64 rows of 128, at any batch and capacity.
-    tile, problem.num_splits = CacheTile(64, 64, 4, 3, 2 * 132), 0
-    slots = tile.grid(problem, 10**6, 10**7, 64)[2]
+    tile, problem.num_splits = CacheTile(64, 64, 4, 3, 2 * 132, 64), 0
+    slots = tile.grid(problem, 10**6, 10**7, 64, 0)[2]
     assert tile.workspace_bytes(slots, 128) <= 9e6
 
 

@@ -28,6 +28,8 @@ SHAPES = {
     "mixed": (128, 16, 300, "ragged"),
     "dim-256": (256, 16, 1, "every"),
     "dim-256-chunk": (256, 0, 300, ""),
+    "spans": (128, 16, 300, "ragged spans"),
+    "dim-256-spans": (256, 16, 1, "every spans"),
 }
 # Bytes of local memory for a thread: the largest that was seen, and a quarter of it with many
 # queries; on 8.6 and 8.9 one query with every option spills a few too.
@@ -36,6 +38,8 @@ SPILL_BOUND_BYTES = {
     "mixed": 104,
     "dim-256-chunk": 90,
     "page-256-every-option": 8,
+    "spans": 32,
+    "dim-256-spans": 312,
 }
 
 
@@ -67,9 +71,11 @@ def problems_of(shape: str) -> tuple:
     )
     options = of_cache.DecodeOptions(causal=True)
     edges = of(b + 1, dtype=ints)
-    if kind == "ragged":
+    if "spans" in kind:
+        options = options._replace(split_tokens=1024)
+    if "ragged" in kind:
         tensors = tensors._replace(q=q.flatten(0, 1), cu_seqlens_q=edges)
-    if kind == "every":
+    if "every" in kind:
         factors = of(b, heads_kv, dtype=torch.float32)
         options = options._replace(window_left=500, softcap=30.0)
         tensors = tensors._replace(

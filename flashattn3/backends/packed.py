@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..call.cached import DecodeProblem, DecodeTensors, Lengths, packed_rows
-from ..call.dtypes import SIXTEEN_BIT
+from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT
 from ..call.operands import Tensors, lengths_of_k
 from ..call.problem import Problem
 from .results import result_shapes
@@ -23,6 +24,7 @@ from .results import result_shapes
 FEW_ROWS = 64  # packed rows that one tile of the forward would have too
 LONG_KEYS = 1024  # below, the forward's one launch may end sooner
 VARLEN = frozenset(("cache_seqlens", "cache_leftpad", "cu_seqlens_q"))
+VARLEN_SPANS = frozenset(("cache_seqlens", "page_table", "cu_seqlens_q"))
 
 
 class Limits(NamedTuple):
@@ -44,6 +46,8 @@ def choose(problem: Problem, limits: Limits, estimated: Choice) -> Choice:
     """estimated: that of a backend for calls that ask for nothing and have more rows or fewer keys
     than gain by packing at any rate."""
     rows, whole = packed_rows_of(problem), problem.num_splits == 1
+    if problem.split_tokens:
+        return Choice(True, f"split_tokens={problem.split_tokens}")
     if problem.dtype not in SIXTEEN_BIT:
         return Choice(False, f"packs query rows of 16 bits, not {problem.dtype}")
     if problem.q.has_seqused:
@@ -57,6 +61,18 @@ def choose(problem: Problem, limits: Limits, estimated: Choice) -> Choice:
     if rows <= few and problem.seqlen_k >= LONG_KEYS:
         return Choice(True, f"up to {few} packed query rows")
     return Choice(False, "num_splits=1") if whole else estimated
+
+
+def spans_reason(problem: Problem) -> str | None:
+    """Why split_tokens cannot keep its promise for a call without a cache, or None."""
+    if problem.split_tokens is None:
+        return None
+    if problem.dtype in EIGHT_BIT:
+        return "split_tokens: a block of tokens shares a descale of its 8 bits"
+    if problem.q.has_seqused:
+        return "split_tokens: takes no sequences with seqused_q"
+    others = [name for name in problem.score_options if name != "sinks"]
+    return f"split_tokens: takes no {others[0]}" if others else None
 
 
 def packed_rows_of(problem: Problem) -> int:
@@ -81,6 +97,8 @@ def describe_splits(
 ) -> dict[str, object]:
     """How many parts the work tiles of a packed forward have. num_splits: 0: equal shares of all
     work for each of num_ctas."""
+    if problem.split_tokens:
+        return {"num_splits": f"a part for every {problem.split_tokens} keys"}
     if num_splits > 0:
         return {"num_splits": num_splits}
     tiles = num_tiles(problem, tile_rows)
@@ -92,13 +110,14 @@ def as_cached(problem: Problem) -> DecodeProblem:
     """The same attention as a problem of cached calls: its keys are a full dense cache."""
     names = (field.name for field in fields(DecodeProblem))
     common = {name: getattr(problem, name) for name in names if hasattr(problem, name)}
+    given = VARLEN_SPANS if problem.split_tokens else VARLEN
     common |= {
-        "page_size": 0,
         "cache_dtype": problem.dtype,
         "k_descale": None,
         "v_descale": None,
+        "page_size": int(problem.varlen and problem.split_tokens is not None),
         "rows": packed_rows(packed_rows_of(problem)),
-        "given": VARLEN if problem.varlen else frozenset(),
+        "given": given if problem.varlen else frozenset(),
         "sinks_dtype": problem.sinks_dtype,
         "misaligned": frozenset(),
         "expanded": frozenset(),
@@ -110,10 +129,14 @@ def prepare_packed(problem: Problem, decode: Callable) -> Callable:
     """Build a function of the tensors that returns (out, lse). decode: of the cached problem."""
     _, lse_shape = result_shapes(problem)
     cached = _varlen_as_cached if problem.varlen else _dense_as_cached
+    if problem.varlen and problem.split_tokens:
+        cached = partial(_varlen_as_pages, problem.seqlen_k)
     lengths = Lengths(max_seqlen_q=problem.seqlen_q if problem.varlen else None)
 
+    wide = torch.promote_types(problem.out_dtype, torch.float32)
+
     def run(tensors: Tensors) -> tuple[Tensor, Tensor]:
-        lse = tensors.q.new_empty(lse_shape, dtype=torch.float32)
+        lse = tensors.q.new_empty(lse_shape, dtype=wide)
         return decode(None, lse, cached(tensors), lengths, 0), lse
 
     return run
@@ -123,14 +146,30 @@ def _dense_as_cached(tensors: Tensors) -> DecodeTensors:
     return DecodeTensors(*tensors[:3], sinks=tensors.sinks)
 
 
-def _varlen_as_cached(tensors: Tensors) -> DecodeTensors:
-    """Every sequence has the same cache, k and v as they are, and hides the keys before its own."""
+def _key_lengths(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """First key of each sequence and the end of its keys."""
     edges, used = lengths_of_k(tensors)
     begins, ends = edges[:-1], edges[1:]
-    if used is not None:
-        ends = torch.minimum(begins + used, ends)
+    return begins, ends if used is None else torch.minimum(begins + used, ends)
+
+
+def _varlen_as_cached(tensors: Tensors) -> DecodeTensors:
+    """Every sequence has the same cache, k and v as they are, and hides the keys before its own."""
+    begins, ends = _key_lengths(tensors)
     caches = (x.unsqueeze(0).expand(len(begins), *x.shape) for x in (tensors.k, tensors.v))
     return DecodeTensors(
         tensors.q, *caches, ends, cache_leftpad=begins, cu_seqlens_q=tensors.cu_seqlens_q,
+        sinks=tensors.sinks,
+    )  # fmt: skip
+
+
+def _varlen_as_pages(seqlen_k: int, tensors: Tensors) -> DecodeTensors:
+    """Every token is a page: the keys of a sequence are counted from its own first one."""
+    begins, ends = _key_lengths(tensors)
+    tokens = torch.arange(seqlen_k, dtype=torch.int32, device=begins.device)
+    table = begins.unsqueeze(1) + tokens
+    pages = (x.unsqueeze(1) for x in (tensors.k, tensors.v))
+    return DecodeTensors(
+        tensors.q, *pages, ends - begins, table, cu_seqlens_q=tensors.cu_seqlens_q,
         sinks=tensors.sinks,
     )  # fmt: skip

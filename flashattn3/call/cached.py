@@ -68,7 +68,6 @@ _OWN = (
     CALL.fields["qv"]._replace(convert=as_given),
     Field("return_softmax_lse", "", False, boolean, parts=("return_lse",)),
     Field("tree_mask", "", None, as_given),
-    Field("split_tokens", "", None, as_given),
     Field("alibi_slopes", "", None, as_given, instead="calls without a cache take slopes"),
 )
 _FIELDS = {name: field for name, field in CALL.fields.items() if field.of_cached_calls}
@@ -200,7 +199,7 @@ def describe_decode(
     seqlen_q = q.shape[-3] if max_seqlen_q is None else min(max_seqlen_q, q.shape[-3])
     read = "q", "k_cache", "v_cache"
     alike = attention_fields(DECODE, options, q, k, v)
-    if seqlen_q <= 1:
+    if seqlen_q <= 1 and options.split_tokens is None:  # with it a chunk's kernel decodes too
         alike["window_right"] = -1
     return DecodeProblem(
         **alike,

@@ -279,7 +279,7 @@ def describe(tensors: tuple[Metadata | Scaled | None, ...], options: Options) ->
     # A side that reaches past every key is open. For varlen only the totals bound the sequence
     # lengths.
     for side, total in (("window_left", total_k), ("window_right", total_q)):
-        if alike[side] >= total - 1:
+        if alike[side] >= total - 1 and options.split_tokens is None:
             alike[side] = -1
     return Problem(
         **alike,

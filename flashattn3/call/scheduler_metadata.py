@@ -23,8 +23,10 @@ def metadata_size(batch: int) -> int:
     return HEADER + PER_SEQUENCE * batch
 
 
-# Options on which no schedule depends, but that a score may be capped.
+# Options on which no metadata depends, but that a score may be capped. FlashAttention-3 has no
+# split_tokens: metadata for num_splits=0 serves every number.
 _FREE = {*ScoreScale._fields, "pack_gqa", "return_lse", "backend", "out_dtype", "function"}
+_FREE |= {"split_tokens"}
 _SCHEDULED = tuple(name for name in DecodeOptions._fields if name not in _FREE)
 _SIZES = "num_heads_q", "num_heads_kv", "headdim", "headdim_v", "page_size"
 _MOST_KNOWN = 4096

@@ -203,6 +203,8 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
     caches = sorted(problem.misaligned - {"q"})
     if caches:
         return f"copies 16 bytes at once: rows of {caches[0]} begin at other addresses"
+    if problem.split_tokens:
+        return "cuts keys into equal shares of all SMs, not into spans (split_tokens)"
     if problem.num_splits > 1:
         parts = "cuts the batch into equal shares (num_splits=0) or no sequence (1)"
         return f"{parts}, num_splits is {problem.num_splits}"

@@ -27,7 +27,9 @@ from torch import Tensor
 from ...call.cached import AppendProblem, CacheProblem, CombineProblem
 from ...call.fields import HINTS
 from ...call.operands import Scaled, Tensors, data_of, lengths_of_k, lengths_of_q
+from ...call.problem import Problem
 from ...masks.block_lists import BLOCK_ROWS
+from .. import packed
 from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
 from .cached import ReferenceCachedCall
@@ -37,7 +39,7 @@ from .score_shifts import ScoreShifts
 
 if TYPE_CHECKING:
     from ...call.descales import Descales
-    from ...call.problem import CallProblem, Problem
+    from ...call.problem import CallProblem
     from ..device import DeviceInfo
 
 _LOG2_E = math.log2(math.e)
@@ -89,6 +91,10 @@ class ReferenceBackend:
     def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         if isinstance(problem, (AppendProblem, CombineProblem)):
             return None
+        if isinstance(problem, Problem):
+            reason = packed.spans_reason(problem)
+            if reason is not None:
+                return reason
         dtype = _compute_dtype(problem)
         return score_factor_reason(problem, 900 if dtype == torch.float64 else 100, dtype)
 
@@ -130,6 +136,9 @@ class ReferenceLaunch:
     @cached_property
     def forward(self) -> Callable[[Tensors], tuple[Tensor, ...]]:
         run = _prepare_one_tile(self.problem) if self.config.one_tile else self._forward
+        if self.problem.split_tokens:
+            decode = ReferenceCachedCall(packed.as_cached(self.problem)).decode
+            run = packed.prepare_packed(self.problem, decode)
         return converting(self.problem, _without_autocast(self.problem, run))
 
     @cached_property

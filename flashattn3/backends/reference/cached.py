@@ -19,6 +19,7 @@ from ...call.dtypes import EIGHT_BIT, FP8
 from ...call.eight_bits import rounded, with_descale
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
 from .rotary import rotated
+from .spans import attend_spans, tokens_at_once
 
 if TYPE_CHECKING:
     from ...call.cached import AppendTensors, CacheProblem, DecodeProblem, DecodeTensors, Lengths
@@ -200,6 +201,8 @@ def _decode(
         keys = _gather(tensors, row, row_exists, lowest, totals[index])
         bound = int(seqlens_q[index]) if device.type == "cpu" else seqlen_q
         chunk = max(1, _MAX_SCORES // max(1, problem.num_heads_q * keys.k.shape[0]))
+        if problem.split_tokens:
+            chunk = tokens_at_once(problem)
         for first in range(0, bound, chunk):
             token = torch.arange(first, min(first + chunk, bound), device=device)
             place = torch.where(token < seqlens_q[index], begins[index] + token, total_q)
@@ -261,22 +264,34 @@ def _rows(
     q = q.to(wide).unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)  # heads_kv, group, tokens, d
     k, v = keys.k.transpose(0, 1), keys.v.transpose(0, 1)
     scale = problem.score_scale
-    scores = torch.einsum("hgtd,hnd->hgtn", q * scale.softmax_scale, k)
-    for descale, kind in ((tensors.q_descale, None), (tensors.k_descale, problem.k_descale)):
-        if descale is not None and kind not in OF_KEYS:
-            scores = scores * descale[index].to(wide)[:, None, None, None]
-    if scale.is_capped:
-        scores = scale.unit * torch.tanh(scores / scale.unit)
-    position = torch.arange(k.shape[1], device=q.device)
-    scores = torch.where(keys.lost, math.nan, scores)
-    hidden = _hidden(problem, tensors, index, positions, position) | (position >= length)
-    scores = scores.masked_fill(hidden, -math.inf)
-    if tensors.sinks is not None:
-        sinks = tensors.sinks.to(wide).view(heads_kv, -1, 1, 1)
-        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - _finite(lse).unsqueeze(-1))[..., : k.shape[1]]
-    out = torch.einsum("hgtn,hnd->thgd", p, v)
+
+    def shown(scores: Tensor, first_key: int) -> Tensor:
+        for descale, kind in ((tensors.q_descale, None), (tensors.k_descale, problem.k_descale)):
+            if descale is not None and kind not in OF_KEYS:
+                scores = scores * descale[index].to(wide)[:, None, None, None]
+        if scale.is_capped:
+            scores = scale.unit * torch.tanh(scores / scale.unit)
+        position = torch.arange(first_key, first_key + scores.shape[-1], device=q.device)
+        lost = keys.lost[first_key : first_key + scores.shape[-1]]
+        lost = torch.nn.functional.pad(lost, (0, scores.shape[-1] - lost.shape[0]))
+        scores = torch.where(lost, math.nan, scores)
+        hidden = _hidden(problem, tensors, index, positions, position) | (position >= length)
+        return scores.masked_fill(hidden, -math.inf)
+
+    q = q * scale.softmax_scale
+    sinks = tensors.sinks
+    if sinks is not None:
+        sinks = sinks.to(wide).view(heads_kv, -1, 1, 1)
+    if problem.split_tokens:
+        out, lse = attend_spans(q, k, v, shown, problem.split_tokens, sinks)
+    else:
+        scores = shown(torch.einsum("hgtd,hnd->hgtn", q, k), 0)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+        lse = torch.logsumexp(scores, -1)
+        p = torch.exp(scores - _finite(lse).unsqueeze(-1))[..., : k.shape[1]]
+        out = torch.einsum("hgtn,hnd->hgtd", p, v)
+    out = out.permute(2, 0, 1, 3)
     if tensors.v_descale is not None and problem.v_descale not in OF_KEYS:
         out = out * tensors.v_descale[index].to(wide)[:, None, None]
     poison = torch.where(fits, 0.0, math.nan).to(wide)

@@ -109,7 +109,9 @@ class TritonBackend:
         if isinstance(problem, CacheProblem):
             reason = cached.decline_reason(problem)
         else:
-            reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM, reads_lists=True)
+            reason = packed.spans_reason(problem) or gpu_limits.decline_reason(
+                problem, MAX_HEAD_DIM, reads_lists=True
+            )
         if reason is None and device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return reason
@@ -118,6 +120,8 @@ class TritonBackend:
         if isinstance(problem, CacheProblem):
             return {}
         unused = {"use_fast_accum": "accumulates in float32"}
+        if problem.split_tokens:
+            return unused | {"pack_gqa": "packs the query rows of every call with split_tokens"}
         if self.configure(problem, device).packed is None:
             unused["pack_gqa"] = "packs the query rows of 16-bit calls alone"
             if problem.mask is not None:
@@ -162,7 +166,7 @@ class TritonBackend:
         if packing.packs and problem.mask is None:
             few_rows = packed.as_cached(problem)
             tile, sizes = select_tile(few_rows, device), (problem.batch, problem.total_q)
-            grid = (tile.grid(few_rows, *sizes, problem.seqlen_q)[1], 1, 1)
+            grid = (tile.grid(few_rows, *sizes, problem.seqlen_q, problem.seqlen_k)[1], 1, 1)
             return config(few_rows.num_splits, packing.reason, grid, packed=tile)
         num_splits = _num_splits(problem, programs, tiles.forward, device.num_sms)
         why = f"{programs} work tiles of {block_m} rows for {device.num_sms} SMs"

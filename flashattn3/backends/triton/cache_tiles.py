@@ -16,12 +16,20 @@ TILE_BYTES = 16 * 1024  # of K or of V in one stage
 THREE_STAGES_KIB = 163
 PROGRAMS_PER_SM = 2
 LARGEST_FEW_ROWS = 32
+# With split_tokens one tile serves a token and a chunk of a prompt. Reading a tile's keys takes
+# longer than multiplying them by 64 rows, and a chunk reads them once for 64.
+SPAN_ROWS = 64
+# Spans have programs of their own while their results take no more memory than this. The bits are
+# those of one program for all spans of a tile.
+SPREAD_BYTES = 2**26
+EVERY_SPAN = 2**30  # as num_splits: more parts than a sequence has spans
 
 
 class CacheTile(NamedTuple):
     """block_m packed rows by block_n keys; num_ctas: parts into which the batch is cut, about.
 
     few_m, few_n: of sequences with at most few_m packed rows; 0 where all have block_m.
+    slot_m: rows of a part in the workspace: block_m, or fewer where no call has as many.
     arch: as in ``TritonConfig``.
     """
 
@@ -30,6 +38,7 @@ class CacheTile(NamedTuple):
     num_warps: int
     num_stages: int
     num_ctas: int
+    slot_m: int
     few_m: int = 0
     few_n: int = 0
     arch: str | None = None
@@ -46,7 +55,7 @@ class CacheTile(NamedTuple):
         }
 
     def grid(
-        self, problem: DecodeProblem, batch: int, total_q: int, seqlen_q: int
+        self, problem: DecodeProblem, batch: int, total_q: int, seqlen_q: int, capacity: int
     ) -> tuple[int, int, int]:
         """Tiles of rows, programs and slots of the workspace that there can be at any lengths.
 
@@ -58,14 +67,19 @@ class CacheTile(NamedTuple):
         if problem.varlen:
             tiles = min(tiles, total_q * group // self.block_m + batch)
         tiles *= problem.num_heads_kv
-        if problem.num_splits > 0:
-            parts = tiles * problem.num_splits
-            return tiles, parts, parts if problem.num_splits > 1 else 0
+        num_splits = problem.num_splits
+        if problem.split_tokens:
+            num_splits = max(1, ceil(capacity / problem.split_tokens))
+            if self.workspace_bytes(tiles * num_splits, problem.head_dim_v) > SPREAD_BYTES:
+                num_splits = 1
+        if num_splits > 0:
+            parts = tiles * num_splits
+            return tiles, parts, parts if num_splits > 1 else 0
         return tiles, tiles + self.num_ctas, self.num_ctas
 
     def workspace_bytes(self, slots: int, head_dim_v: int) -> int:
         """Float32 rows of out and lse for each slot."""
-        return slots * self.block_m * (head_dim_v + 1) * 4
+        return slots * self.slot_m * (head_dim_v + 1) * 4
 
 
 def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
@@ -76,10 +90,14 @@ def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
     """
     arch = None if device.lowering == device.capability else f"sm{device.lowering}"
     if not isinstance(problem, DecodeProblem):
-        return CacheTile(0, 0, 4, 2, 0, arch=arch)
+        return CacheTile(0, 0, 4, 2, 0, 0, arch=arch)
     few = _tile_of_few_rows(problem, device)
     tile, few_m, few_n = few, 0, 0
-    if problem.rows > LARGEST_FEW_ROWS:
+    if problem.split_tokens:
+        # One tile for all calls; stages and programs change no bits.
+        wide = widest(problem.head_dim, problem.head_dim_v) >= 128
+        tile = few._replace(block_m=SPAN_ROWS, num_warps=8 if wide else 4)
+    elif problem.rows > LARGEST_FEW_ROWS:
         columns = widest(problem.head_dim, problem.head_dim_v)
         config = select_tile_config(columns, columns, device.lowering, device.shared_memory_bytes)
         tile = config.masked.forward.of_whole_blocks()
@@ -88,12 +106,14 @@ def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
             few_m, few_n = of_one, few.block_n
     # The page table is loaded ahead too: Triton divides the stages between it and the keys.
     num_stages = 2 * tile.num_stages - 1 if problem.page_size else tile.num_stages
+    slot_m = min(problem.rows, tile.block_m)
     return CacheTile(
-        block_m=min(problem.rows, tile.block_m),
+        block_m=SPAN_ROWS if problem.split_tokens else slot_m,
         block_n=tile.block_n,
         num_warps=tile.num_warps,
         num_stages=num_stages,
         num_ctas=max(1, device.num_sms - problem.sm_margin) * PROGRAMS_PER_SM,
+        slot_m=slot_m,
         few_m=few_m,
         few_n=few_n,
         arch=arch,

@@ -38,7 +38,7 @@ class TritonCachedCall:
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
     ) -> dict[str, object]:
-        _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q)
+        _, programs, slots = self.tile.grid(self.problem, batch, total_q, seqlen_q, capacity)
         workspace = self.tile.workspace_bytes(slots, self.problem.head_dim_v)
         return {"grid": (programs, 1, 1), "workspace_bytes": workspace}
 

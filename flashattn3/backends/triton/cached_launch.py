@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...call.cached import new_out, query_sizes
 from ...call.tensor_fields import WRITTEN_DESCALES
-from .cache_tiles import CacheTile
+from .cache_tiles import EVERY_SPAN, CacheTile
 from .columns import blocks_alike, padded
 from .kernels import append, cache_parts, combine, decode
 from .kernels.launch import is_elementwise
@@ -41,11 +41,11 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     """Build a function of (out, lse, tensors, lengths, options_hash) that returns out, new if
     None."""
     launch, join = decode_launch(problem, tile), combine_parts_launch(problem, tile)
-    block_m, heads_kv = tile.block_m, problem.num_heads_kv
-    num_splits, varlen, dim_v = problem.num_splits, problem.varlen, problem.head_dim_v
+    slot_m, heads_kv = tile.slot_m, problem.num_heads_kv
+    varlen, dim_v = problem.varlen, problem.head_dim_v
     has_descales = any(name.endswith("descale") for name in problem.given)
     no_strides = (0,) * 6  # of q_descale, k_descale and v_descale
-    programs_per_tile = block_m // join.constants["ROWS"]
+    programs_per_tile = tile.slot_m // join.constants["ROWS"]
     window_left = min(problem.window_left, LARGEST_WINDOW)
     factors = (
         window_left,
@@ -61,14 +61,17 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
             out.zero_()
             lse.fill_(-inf)
         batch, total_q, seqlen_q = query_sizes(tensors, lengths.max_seqlen_q)
-        tiles, parts, slots = tile.grid(problem, batch, total_q, seqlen_q)
+        capacity, num_caches, num_pages = sizes_of(tensors.k_cache, tensors.page_table)
+        tiles, parts, slots = tile.grid(problem, batch, total_q, seqlen_q, capacity)
         if tiles == 0:
             return out
-        capacity, num_caches, num_pages = sizes_of(tensors.k_cache, tensors.page_table)
+        num_splits = problem.num_splits
+        if problem.split_tokens:
+            num_splits = EVERY_SPAN if slots else 1
         seqlen_k = capacity if lengths.seqlen is None else lengths.seqlen
         if slots:
-            out_parts = out.new_empty((slots, block_m, dim_v), dtype=torch.float32)
-            lse_parts = out.new_empty((slots, block_m), dtype=torch.float32)
+            out_parts = out.new_empty((slots, slot_m, dim_v), dtype=torch.float32)
+            lse_parts = out.new_empty((slots, slot_m), dtype=torch.float32)
         else:
             out_parts = lse_parts = lse
         q, k, v = tensors[:3]
@@ -150,15 +153,21 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "BLOCK_N": tile.block_n,
         "FEW_M": tile.few_m,
         "FEW_N": tile.few_n,
-        "UNIT": max(tile.block_n, tile.few_n),
+        **_units(problem, tile),
         "PAGE_SIZE": problem.page_size,
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": capping(problem.score_scale),
     }
-    if tile.num_stages == 1 or is_elementwise(*dims):
+    if tile.num_stages == 1 or is_elementwise(*dims) or problem.split_tokens:
         constants |= alike
-    return VariableLaunch(decode.decode_kernel, 4, constants, _options(tile), alike)
+    return VariableLaunch(decode.decode_kernel, 4, constants, _part_options(problem, tile), alike)
+
+
+def _units(problem: DecodeProblem, tile: CacheTile) -> dict[str, object]:
+    """The constants of parts: rows of each in the workspace, and keys in which they are counted."""
+    unit = problem.split_tokens or max(tile.block_n, tile.few_n)
+    return {"SLOT_M": tile.slot_m, "UNIT": unit, "SPANS": problem.split_tokens is not None}
 
 
 def combine_parts_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
@@ -169,16 +178,26 @@ def combine_parts_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLau
         "GROUP": problem.qhead_per_kvhead,
         "BLOCK_M": tile.block_m,
         "FEW_M": tile.few_m,
-        "UNIT": max(tile.block_n, tile.few_n),
+        **_units(problem, tile),
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
         # All loads of a step are in flight at once: 4096 numbers for 128 threads.
-        "ROWS": 1 if tile.block_m == 16 else 2,
-        "PARTS": 16 if tile.block_m == 16 else 8,
+        "ROWS": 1 if tile.slot_m == 16 else 2,
+        "PARTS": 16 if tile.slot_m == 16 else 8,
     }
     return VariableLaunch(
-        cache_parts.combine_parts_kernel, 0, constants, {**_options(tile), "num_warps": 4}
+        cache_parts.combine_parts_kernel,
+        0,
+        constants,
+        {**_part_options(problem, tile), "num_warps": 4},
     )
+
+
+def _part_options(problem: DecodeProblem, tile: CacheTile) -> dict[str, object]:
+    """Kernels of spans fuse no product that spans.py does not: dense caches and each size of pages
+    have one of their own, and their bits are the same."""
+    options = _options(tile)
+    return {**options, "enable_fp_fusion": False} if problem.split_tokens else options
 
 
 def _options(tile: CacheTile) -> dict[str, object]:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .common import LN2, LOG2E, round_down, store_tile
 from .score_terms import with_sink
+from .spans import finish_spans, join_span
 
 CHUNK = tl.constexpr(128)  # sequences in one step of the prefix sum
 # Units of a part that was not asked for, at least: shorter ones cost more than idle SMs.
@@ -243,7 +244,9 @@ def combine_parts_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     FEW_M: tl.constexpr,
+    SLOT_M: tl.constexpr,
     UNIT: tl.constexpr,
+    SPANS: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -251,12 +254,12 @@ def combine_parts_kernel(
 ):
     """Join the parts of ROWS packed rows, PARTS at a time, in the order of their keys.
 
-    Grid: BLOCK_M / ROWS for each tile of several parts that there can be. The numbers before
-    workspace_slots are those of ``decode_kernel``.
+    Grid: SLOT_M / ROWS for each tile of several parts that there can be. The numbers before
+    workspace_slots and the constants are those of ``decode_kernel``.
     """
     pid = tl.program_id(0)
     batch_idx, tile, _, num_parts, slot = find_work(
-        pid // (BLOCK_M // ROWS), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
+        pid // (SLOT_M // ROWS), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
         batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, window_left, num_heads_kv,
         num_ctas, num_splits, True, GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
     )  # fmt: skip
@@ -266,7 +269,7 @@ def combine_parts_kernel(
     start_q, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
     head_kv = tile % num_heads_kv
     m_block = m_block_at(tile // num_heads_kv, length_q, GROUP, BLOCK_M, RIGHT)
-    first_row = pid % (BLOCK_M // ROWS) * ROWS
+    first_row = pid % (SLOT_M // ROWS) * ROWS
     if (m_block * BLOCK_M + first_row) // GROUP >= length_q:
         return
 
@@ -276,35 +279,50 @@ def combine_parts_kernel(
     acc = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)  # natural log
-    for first_part in range(0, num_parts, PARTS):
-        inside = first_part + part_offsets < num_parts
-        tile_rows = (slot + first_part + part_offsets).to(tl.int64)[:, None] * BLOCK_M
-        tile_rows += rows[None, :]
-        lse = tl.load(lse_parts + tile_rows, mask=inside[:, None], other=float("-inf"))
-        parts = tl.load(
-            out_parts + tile_rows[:, :, None] * HEAD_DIM_V + columns[None, None, :],
-            mask=inside[:, None, None] & (columns < HEAD_DIM_V)[None, None, :],
-            other=0.0,
-        )
-        new_largest = tl.maximum(largest, tl.max(lse, 0))
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.math.exp2((lse - reference[None, :]) * LOG2E)
-        decay = tl.math.exp2((largest - reference) * LOG2E)
-        acc = acc * decay[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        total = total * decay + tl.sum(weights, 0)
-        largest = new_largest
     packed = m_block * BLOCK_M + rows
     tokens = packed // GROUP
     heads = head_kv * GROUP + packed % GROUP
     valid = tokens < length_q
-    acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)
-    row_max = largest * LOG2E
-    if sinks is not None:
-        sink = tl.load(sinks + heads, mask=valid, other=0.0)
-        acc_scale, row_max, total = with_sink(acc_scale, row_max, total, sink)
-    empty = total == 0.0
-    lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(total))
-    out = acc * (acc_scale * tl.where(empty, 1.0, 1.0 / total))[:, None]
+    if SPANS:
+        for first_part in range(0, num_parts, PARTS):
+            for step in tl.static_range(PARTS):
+                part = first_part + step
+                tile_rows = (slot + part).to(tl.int64) * SLOT_M + rows
+                inside = tokens < tl.where(part < num_parts, length_q, 0)
+                lse = tl.load(lse_parts + tile_rows, mask=inside, other=float("-inf"))
+                x = tl.load(
+                    out_parts + tile_rows[:, None] * HEAD_DIM_V + columns[None, :],
+                    mask=inside[:, None] & (columns < HEAD_DIM_V)[None, :],
+                    other=0.0,
+                )
+                acc, total, largest = join_span(acc, total, largest, x, lse)
+        out, lse = finish_spans(acc, total, largest, sinks, heads, valid)
+    else:
+        for first_part in range(0, num_parts, PARTS):
+            inside = first_part + part_offsets < num_parts
+            tile_rows = (slot + first_part + part_offsets).to(tl.int64)[:, None] * SLOT_M
+            tile_rows += rows[None, :]
+            lse = tl.load(lse_parts + tile_rows, mask=inside[:, None], other=float("-inf"))
+            parts = tl.load(
+                out_parts + tile_rows[:, :, None] * HEAD_DIM_V + columns[None, None, :],
+                mask=inside[:, None, None] & (columns < HEAD_DIM_V)[None, None, :],
+                other=0.0,
+            )
+            new_largest = tl.maximum(largest, tl.max(lse, 0))
+            reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = tl.math.exp2((lse - reference[None, :]) * LOG2E)
+            decay = tl.math.exp2((largest - reference) * LOG2E)
+            acc = acc * decay[:, None] + tl.sum(parts * weights[:, :, None], 0)
+            total = total * decay + tl.sum(weights, 0)
+            largest = new_largest
+        acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)
+        row_max = largest * LOG2E
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=valid, other=0.0)
+            acc_scale, row_max, total = with_sink(acc_scale, row_max, total, sink)
+        empty = total == 0.0
+        lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(total))
+        out = acc * (acc_scale * tl.where(empty, 1.0, 1.0 / total))[:, None]
     batch_64 = batch_idx.to(tl.int64)
     out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
     out_tile = out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns[None, :]

@@ -13,20 +13,11 @@ right for other lengths.
 import triton
 import triton.language as tl
 
+from .cache_keys import attend_keys, edges_within
 from .cache_parts import find_work, key_lengths, keys_of_part, m_block_at, query_span
-from .common import (
-    FULL,
-    LN2,
-    n_block_range,
-    round_down,
-    stage_range,
-    store_tile,
-    strides_of,
-    tanh_exp2,
-    tile_offsets,
-    visible,
-)
+from .common import LN2, n_block_range, round_down, store_tile, strides_of, tile_offsets
 from .score_terms import with_sink
+from .spans import finish_spans, join_span, part_of_span
 
 # Layout of the scheduler metadata, as in flashattn3/call/scheduler_metadata.py.
 HEADER = tl.constexpr(2)
@@ -34,56 +25,6 @@ PER_SEQUENCE = tl.constexpr(4)
 MAGIC = tl.constexpr(0x6B763031)
 # Replaces a score factor of 0, with which -inf would become NaN.
 SMALLEST_FACTOR = tl.constexpr(2.0**-100)
-
-
-@triton.jit
-def locate_keys(
-    first_key,
-    key_offsets,
-    lowest,
-    length,
-    table_row,
-    num_pages,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Page and row in the page of keys (64-bit), which of them exist, and which are lost: a row may
-    see them, and their page does not exist. Dense caches have page 0.
-    """
-    position = first_key + key_offsets
-    exists = (position >= lowest) & (position < length)
-    page = tl.zeros((), tl.int32)
-    lost = tl.zeros((), tl.int32)
-    row = position
-    if PAGE_SIZE > 0:
-        row = position % PAGE_SIZE
-        if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(table_row + first_key // PAGE_SIZE)
-            has_page = (page >= 0) & (page < num_pages)
-            lost = (has_page == 0).to(tl.int32)
-            # Triton's interpreter has no "and" of a block and a scalar that stays a mask.
-            exists = exists & (position < tl.where(has_page, length, 0))
-        else:
-            page = tl.load(table_row + position // PAGE_SIZE, mask=exists, other=0)
-            has_page = (page >= 0) & (page < num_pages)
-            lost = (exists & (has_page == 0)).to(tl.int32)
-            exists = exists & has_page
-        page = tl.where(has_page, page, 0)
-    return page.to(tl.int64), row.to(tl.int64), exists, lost
-
-
-@triton.jit
-def load_rows(pointers, exists, columns, num_columns, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of K or V; what does not exist is 0."""
-    if MASKED and PADDED:
-        tile = tl.load(pointers, mask=exists[:, None] & (columns < num_columns)[None, :], other=0.0)
-    elif MASKED:
-        tile = tl.load(pointers, mask=exists[:, None], other=0.0)
-    elif PADDED:
-        tile = tl.load(pointers, mask=(columns < num_columns)[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
 
 
 @triton.jit
@@ -162,10 +103,11 @@ def attend_part(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    SLOT_M: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     UNIT: tl.constexpr,
+    SPANS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -224,14 +166,18 @@ def attend_part(
     if LEFT:
         lowest = tl.maximum(lowest, first_token + diagonal - window_left)
     part_begin, part_end = keys_of_part(split, num_parts, units, UNIT)
-    end = tl.minimum(begin + part_end, end)
-    begin += part_begin
-    full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(begin, end))
-    full_end = tl.minimum(full_end, tl.maximum(begin, round_down(end, KEYS)))
-    full_end = tl.maximum(full_end, full_begin)
+    first_key = begin
+    if SPANS:
+        # Spans are counted from key 0, and parts from the first span that the sequence needs.
+        first_key = leftpad
+        if LEFT:
+            first_key = tl.maximum(first_key, diagonal - window_left)
+        first_key = round_down(first_key, UNIT)
+    edges = edges_within(
+        (begin, full_begin, full_end, end), first_key + part_begin, first_key + part_end, KEYS
+    )
 
     row_offsets = tl.arange(0, ROWS)
-    key_offsets = tl.arange(0, KEYS)
     columns = tl.arange(0, BLOCK_D)
     columns_v = tl.arange(0, BLOCK_DV)
     rows = first_row + row_offsets
@@ -264,76 +210,45 @@ def attend_part(
         v_head += cache_idx.to(tl.int64) * v_stride_b
     else:
         table_row += cache_idx.to(tl.int64) * table_stride
-
-    acc = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
-    row_sum = tl.zeros((ROWS,), dtype=tl.float32)
-    row_max = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    any_lost = tl.zeros((), tl.int32)
-    if PAGE_SIZE % KEYS != 0:
-        any_lost = tl.zeros((KEYS,), tl.int32)
-    edges = (begin, full_begin, full_end, end)
-    for stage in tl.static_range(3):
-        MASKED = stage != FULL
-        if stage != 0 or LEFT or cache_leftpad is not None:
-            first, last = stage_range(edges, stage)
-            for first_key in range(first, last, KEYS):
-                page, row, exists, lost = locate_keys(
-                    first_key, key_offsets, lowest, readable, table_row, num_pages,
-                    PAGE_SIZE, KEYS,
-                )  # fmt: skip
-                any_lost |= lost
-                k_rows = page * k_stride_b + row * k_stride_s
-                k = load_rows(
-                    k_head + k_rows[:, None] + columns[None, :],
-                    exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0, HEAD_DIM < BLOCK_D,
-                )  # fmt: skip
-                scores = tl.dot(q, tl.trans(k))
-                if SOFTCAP:
-                    scores = cap_log2 * tanh_exp2(scores * factor, SOFTCAP)
-                if MASKED:
-                    seen = visible(
-                        tokens[:, None], key_offsets[None, :], length_k - first_key,
-                        diagonal - first_key, window_left, window_right, LEFT, RIGHT,
-                    )  # fmt: skip
-                    if cache_leftpad is not None:
-                        seen = seen & (first_key + key_offsets >= leftpad)[None, :]
-                    scores = tl.where(seen, scores, float("-inf"))
-                step = 1.0 if SOFTCAP else factor
-                new_max = tl.maximum(row_max, tl.max(scores, 1) * step)
-                reference = new_max
-                if MASKED:
-                    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-                    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-                p = tl.math.exp2(scores * step - reference[:, None])
-                decay = tl.math.exp2(row_max - reference)
-                row_sum = row_sum * decay + tl.sum(p, 1)
-                v_rows = page * v_stride_b + row * v_stride_s
-                v = load_rows(
-                    v_head + v_rows[:, None] + columns_v[None, :],
-                    exists, columns_v, HEAD_DIM_V, MASKED or PAGE_SIZE > 0, HEAD_DIM_V < BLOCK_DV,
-                )  # fmt: skip
-                acc = acc * decay[:, None]
-                acc = tl.dot(p.to(v.dtype), v, acc)
-                row_max = new_max
-
-    if PAGE_SIZE % KEYS != 0:
-        any_lost = tl.max(any_lost, 0)
-    poison += tl.where(any_lost > 0, float("nan"), 0.0)
     whole = num_parts == 1
-    acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)
-    if sinks is not None:
-        # A tile of several parts gets its sink when they are joined.
-        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
-        sink = tl.where(whole, sink, float("-inf"))
-        acc_scale, row_max, row_sum = with_sink(acc_scale, row_max, row_sum, sink)
-    empty = row_sum == 0.0
-    lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum)) + poison
-    acc_scale = acc_scale * tl.where(empty, 1.0, 1.0 / row_sum)
-    if v_descale is not None:
-        acc_scale *= tl.load(
-            v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h
-        )
-    out = acc * acc_scale[:, None] + poison
+    if v_descale is None:
+        of_v = 1.0
+    else:
+        of_v = tl.load(v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h)
+    if SPANS:
+        out = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        lse = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        for span in range(round_down(edges[0], UNIT), edges[3], UNIT):
+            acc, row_sum, row_max, lost = attend_keys(
+                q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, table_row,
+                num_pages, edges_within(edges, span, span + UNIT, KEYS), lowest, readable,
+                cache_leftpad, leftpad, tokens, length_k, diagonal, window_left, window_right,
+                factor, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE,
+                LEFT, RIGHT, SOFTCAP,
+            )  # fmt: skip
+            part_out, part_lse = part_of_span(acc, row_sum, row_max, of_v)
+            out, total, lse = join_span(out, total, lse, part_out, part_lse + (poison + lost))
+        if whole:
+            out, lse = finish_spans(out, total, lse, sinks, heads, valid)
+            out, lse = out + poison, lse + poison
+    else:
+        acc, row_sum, row_max, lost = attend_keys(
+            q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, table_row,
+            num_pages, edges, lowest, readable, cache_leftpad, leftpad, tokens, length_k, diagonal,
+            window_left, window_right, factor, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+            ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP,
+        )  # fmt: skip
+        poison += lost
+        acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)
+        if sinks is not None:
+            # A tile of several parts gets its sink when they are joined.
+            sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32)
+            sink = tl.where(whole, sink, float("-inf"))
+            acc_scale, row_max, row_sum = with_sink(acc_scale, row_max, row_sum, sink)
+        empty = row_sum == 0.0
+        lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum)) + poison
+        out = acc * (acc_scale * tl.where(empty, 1.0, 1.0 / row_sum) * of_v)[:, None] + poison
     if whole:
         out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
         out_tile = (
@@ -343,10 +258,11 @@ def attend_part(
         lse_rows = batch_64 * lse_stride_b + heads.to(tl.int64) * lse_stride_h + start_q + tokens
         tl.store(lse_ptr + lse_rows, lse, mask=valid)
     else:
-        tile = out_parts + slot * BLOCK_M * HEAD_DIM_V
+        tile = out_parts + slot * SLOT_M * HEAD_DIM_V
         tile += tile_offsets(row_offsets, columns_v, HEAD_DIM_V)
-        store_tile(tile, out, row_offsets, ROWS, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
-        tl.store(lse_parts + slot * BLOCK_M + row_offsets, lse)
+        num_rows = tl.minimum(ROWS, SLOT_M)
+        store_tile(tile, out, row_offsets, num_rows, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+        tl.store(lse_parts + slot * SLOT_M + row_offsets, lse, mask=row_offsets < num_rows)
 
 
 @triton.jit(
@@ -426,7 +342,9 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     FEW_M: tl.constexpr,
     FEW_N: tl.constexpr,
+    SLOT_M: tl.constexpr,
     UNIT: tl.constexpr,
+    SPANS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -436,9 +354,10 @@ def decode_kernel(
 
     Stride suffixes: b batch (of caches: cache or page), s sequence, h head. seqlen_q: the longest.
     seqlen_k: where cache_seqlens is None. scale_log2: with SOFTCAP the factor inside tanh.
-    out_parts (slots, BLOCK_M, HEAD_DIM_V), lse_parts (slots, BLOCK_M): the workspace.
+    out_parts (slots, SLOT_M, HEAD_DIM_V), lse_parts (slots, SLOT_M): the workspace.
     Sequences of at most FEW_M packed rows have tiles of FEW_M rows by FEW_N keys; FEW_M 0: none
-    has. UNIT: keys in which parts are counted, a multiple of BLOCK_N and FEW_N.
+    has. UNIT: keys in which parts are counted, a multiple of BLOCK_N and FEW_N. SPANS: each UNIT
+    keys from key 0 are a span of their own (spans.py), and a part is one span or all of a tile.
     """
     batch_idx, part, units, num_parts, slot = find_work(
         tl.program_id(0), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
@@ -460,7 +379,7 @@ def decode_kernel(
                 k_descale_stride_b, k_descale_stride_h, v_descale_stride_b, v_descale_stride_h,
                 batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, num_caches, num_pages,
                 num_heads_kv, options_hash, window_left, window_right, scale_log2, cap_log2,
-                STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, GROUP, BLOCK_M,
-                FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N, UNIT,
+                STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, GROUP, SLOT_M,
+                FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N, UNIT, SPANS,
                 PAGE_SIZE, LEFT, RIGHT, SOFTCAP, batch_idx, part, units, num_parts, slot,
             )  # fmt: skip
