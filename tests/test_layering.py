@@ -24,7 +24,9 @@ MAY_IMPORT = {
     "call": CALL,
     "backends.triton.kernels": {"backends.triton.kernels.*"},
     "backends": CALL | BACKENDS | LISTS,
-    "masks": BASE | {"call.arguments", "call.value_checks", "masks.*"},
+    "masks": BASE
+    | {"call.arguments", "call.value_checks", "masks.*", "backends.triton.kernels.*"}
+    | {"backends.triton.kernels"},
     "quantization": CALL | BACKENDS | {"quantization.*"},
     "run": CALL | {"backends.registry", "backends.base", "backends.device", "quantization", "run.*"}
     | {"quantization.dispatch"},

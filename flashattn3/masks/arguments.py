@@ -3,6 +3,8 @@ FLASHATTN3_CHECK=1, because that waits for the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,12 +44,21 @@ def expect_alike(function: str, name: str, x: Tensor, of: Tensor, other: str) ->
             raise value_error(function, f"{name}.{what}", f"{wanted} as {other}'s", got)
 
 
-def check_bounds(function: str, name: str, values: Tensor, low: int, high: int) -> None:
-    """Raise if values are read and one is not between low and high."""
+def check_bounds(
+    function: str,
+    name: str,
+    values: Tensor,
+    low: int,
+    high: int,
+    of: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Raise if values are read and one is not between low and high. of: computes what is checked
+    from the values."""
     if not is_checked(values.device) or is_traced() or values.is_meta or not values.numel():
         return
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         return
+    values = values if of is None else of(values)
     lowest, highest = (int(x) for x in values.aminmax())
     got = lowest if lowest < low else highest
     expect(low <= got <= high, function, name, f"between {low} and {high}", got)

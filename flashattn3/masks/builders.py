@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.arguments import integer
 from ..errors import expect, shown
-from . import block_kinds, trees
+from . import block_kinds, trees, triton_lists
 from .arguments import (
     check_bounds,
     checked_length,
@@ -62,30 +62,52 @@ def documents(
     if ids is not None:
         expect(seqlen is None, function, "seqlen", "None beside ids", shown(seqlen))
         ids = checked_tensor(function, "ids", ids, "(batch, seqlen)", 2)
-        begins, ends = _runs(ids)
-        seen = ids >= 0
+        seqlen = ids.shape[1]
     else:
         if not isinstance(lengths, Tensor):
             lengths = [integer(function, "lengths[...]", length) for length in lengths]
             seqlen = sum(lengths) if seqlen is None else seqlen
-            lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+            lengths = _on_device(lengths, device)
         wanted = "an int where lengths is a tensor"
         expect(seqlen is not None, function, "seqlen", wanted, None)
         seqlen = checked_length(function, "seqlen", seqlen)
         lengths = checked_tensor(function, "lengths", lengths, "(batch, documents)", 1, 2)
         check_bounds(function, "lengths", lengths, 0, seqlen)
-        check_bounds(function, "lengths.sum(-1)", lengths.sum(-1), 0, seqlen)
-        begins, ends, seen = _spans_of_lengths(torch.atleast_2d(lengths), seqlen)
-    begins, ends = (torch.where(seen, x, 0)[:, None, :, None] for x in (begins, ends))
-    if causal:
-        later = torch.arange(begins.shape[2], device=begins.device).add(1).unsqueeze(-1)
-        ends = torch.minimum(ends, later)
-    batch, seqlen = begins.shape[0], begins.shape[2]
+        check_bounds(function, "lengths.sum(-1)", lengths, 0, seqlen, of=lambda x: x.sum(-1))
+        lengths = torch.atleast_2d(lengths)
+    if seqlen and triton_lists.serve(lengths if ids is None else ids):
+        begins, ends = triton_lists.spans_of_documents(lengths, ids, seqlen, causal)
+    else:
+        begins, ends = _spans_of_documents(lengths, ids, seqlen, causal)
+    batch = begins.shape[0]
     # Of a document that ends inside a block of rows, all blocks are partial there; where it begins
     # too. Other blocks are partial at its two ends and, if causal, at the diagonal.
     blocks = -(-seqlen // BLOCK_COLUMNS)
     most = batch * (4 * blocks + 4)
     return _of_spans(Grid(batch, 1, seqlen, seqlen), begins, ends, most, most)
+
+
+def _spans_of_documents(
+    lengths: Tensor | None, ids: Tensor | None, seqlen: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """What ``triton_lists.spans_of_documents`` gives, int64, in torch operations."""
+    if ids is not None:
+        begins, ends = _runs(ids)
+        seen = ids >= 0
+    else:
+        begins, ends, seen = _spans_of_lengths(lengths, seqlen)
+    begins, ends = (torch.where(seen, x, 0)[:, None, :, None] for x in (begins, ends))
+    if causal:
+        later = torch.arange(seqlen, device=begins.device).add(1).unsqueeze(-1)
+        ends = torch.minimum(ends, later)
+    return begins, ends
+
+
+def _on_device(numbers: list[int], device: torch.device | str | None) -> Tensor:
+    """int64, without waiting for the device."""
+    if device is None:
+        return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _one_of_two(lengths: object) -> tuple[str, str]:
@@ -128,7 +150,7 @@ def prefix_lm(prefix_lengths: Sequence[int] | Tensor, seqlen: int, *, device=Non
     function = "masks.prefix_lm"
     seqlen = checked_length(function, "seqlen", seqlen)
     if not isinstance(prefix_lengths, Tensor):
-        prefix_lengths = torch.tensor(list(prefix_lengths), dtype=torch.int64, device=device)
+        prefix_lengths = _on_device(list(prefix_lengths), device)
     prefix = checked_tensor(function, "prefix_lengths", prefix_lengths, "(batch,)", 1)
     check_bounds(function, "prefix_lengths", prefix, 0, seqlen)
     prefix = prefix.long().clamp(0, seqlen).view(-1, 1, 1, 1)
@@ -219,6 +241,9 @@ def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 def _of_spans(grid: Grid, starts: Tensor, ends: Tensor, *most_partial: int | None) -> Mask:
     """The mask of spans as ``block_kinds.of_spans`` takes them. most_partial: of
     blocks of queries and of blocks of keys."""
+    if grid.num_blocks and triton_lists.serve(starts):
+        lists = triton_lists.of_spans(grid, starts, ends, most_partial)
+        return Mask(*lists, grid.rows, grid.columns)
     lists = [
         assembled(of, kinds, words_of_spans(of, starts, ends, of_keys), most, exact=True)
         for of, kinds, of_keys, most in zip(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import expect, shown, type_error, value_error
+from . import triton_lists
 from .arguments import checked_tensor, without_copies
 from .block_lists import Grid
 from .builders import of_block_predicate, of_predicate
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def from_bool(visible: Tensor) -> Mask:
-    """The mask of a bool tensor, which is read once for each side.
+    """The mask of a bool tensor, which a GPU reads once.
 
     Args:
         visible: (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or (batch | 1, heads | 1,
@@ -35,11 +36,14 @@ def from_bool(visible: Tensor) -> Mask:
     if visible.ndim == 3:
         visible = visible.unsqueeze(1)
     visible = without_copies(visible)
+    grid = Grid(*visible.shape)
+    if triton_lists.serve(visible):
+        return Mask(*triton_lists.of_bools(grid, visible), grid.rows, grid.columns)
 
     def seen(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible[batch_idx, head, query, key]
 
-    return of_predicate(Grid(*visible.shape), seen, visible.device)
+    return of_predicate(grid, seen, visible.device)
 
 
 def from_block_mask(block_mask: BlockMask) -> Mask:

@@ -1,0 +1,371 @@
+"""The lists of a mask, written on the device (flashattn3/masks/block_lists.py has their layout).
+
+``spans_of_lengths_kernel`` or ``spans_of_ids_kernel`` finds the keys that each token
+sees. ``kinds_kernel``, or ``bits_kernel`` from a bool tensor, finds the kinds of all blocks,
+``lists_kernel`` sorts them, ``tiles_kernel`` writes the bits of partial ones. Axis 1 of their grids
+is the side: 0 lists of queries, 1 lists of keys.
+"""
+
+import triton
+import triton.language as tl
+
+from .block_lists import COLUMNS, FIELDS, ROWS
+
+DOCUMENTS = tl.constexpr(32)  # that a program compares its tokens with at once
+DISTANCE = tl.constexpr(2048)  # tokens in which a program looks for the end of a run at once
+CHUNK = tl.constexpr(32)  # column blocks that a program counts at once
+LISTS = tl.constexpr(1024)  # whose counts a program reads at once
+
+
+@triton.jit
+def _store_spans(starts, ends, begin, end, seen, tokens, seqlen, CAUSAL: tl.constexpr):
+    begin, end = tl.where(seen, begin, 0), tl.where(seen, end, 0)
+    if CAUSAL:
+        end = tl.minimum(end, tokens + 1)
+    tl.store(starts + tokens, begin, mask=tokens < seqlen)
+    tl.store(ends + tokens, end, mask=tokens < seqlen)
+
+
+@triton.jit(do_not_specialize=["seqlen", "num_documents"])
+def spans_of_lengths_kernel(
+    lengths_ptr, starts_ptr, ends_ptr, seqlen, num_documents, CAUSAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The span of keys of each token. Grid: blocks of TOKENS tokens, batch."""
+    row = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    begin = tl.zeros((TOKENS,), dtype=tl.int32)
+    end = tl.zeros((TOKENS,), dtype=tl.int32) + (seqlen + 1)
+    reached = tl.full((), 0, dtype=tl.int64)
+    for first in range(0, num_documents, DOCUMENTS):
+        places = first + tl.arange(0, DOCUMENTS)
+        lengths = tl.load(
+            lengths_ptr + row * num_documents + places, mask=places < num_documents, other=0
+        )
+        edges = reached + tl.cumsum(tl.maximum(lengths.to(tl.int64), 0), 0)
+        reached = tl.max(edges, 0)
+        edges = tl.minimum(edges, seqlen).to(tl.int32)[None, :]
+        behind = edges > tokens[:, None]
+        begin = tl.maximum(begin, tl.max(tl.where(behind, 0, edges), 1))
+        end = tl.minimum(end, tl.min(tl.where(behind, edges, seqlen + 1), 1))
+    starts, ends = starts_ptr + row * seqlen, ends_ptr + row * seqlen
+    _store_spans(starts, ends, begin, end, end <= seqlen, tokens, seqlen, CAUSAL)
+
+
+@triton.jit
+def _differs(ids, tokens, step: tl.constexpr, seqlen):
+    """Whether the neighbour of a token, before it (step -1) or behind, has another number or does
+    not exist; False outside the row."""
+    others = tokens + step
+    inside = (tokens >= 0) & (tokens < seqlen)
+    exists = (others >= 0) & (others < seqlen)
+    own = tl.load(ids + tokens, mask=inside, other=0)
+    return inside & ((own != tl.load(ids + others, mask=exists & inside, other=0)) | (exists == 0))
+
+
+@triton.jit(do_not_specialize=["seqlen"])
+def spans_of_ids_kernel(
+    ids_ptr, starts_ptr, ends_ptr, seqlen, CAUSAL: tl.constexpr, TOKENS: tl.constexpr
+):
+    """The run of equal numbers of each token. Grid: blocks of TOKENS tokens, batch."""
+    row = tl.program_id(1).to(tl.int64)
+    ids = ids_ptr + row * seqlen
+    first = tl.program_id(0) * TOKENS
+    tokens = first + tl.arange(0, TOKENS)
+    places = tokens[None, :]
+    is_first = (_differs(ids, tokens, -1, seqlen) != 0)[None, :] & (places <= tokens[:, None])
+    begin = tl.max(tl.where(is_first, places, -1), 1)
+    is_last = (_differs(ids, tokens, 1, seqlen) != 0)[None, :] & (places >= tokens[:, None])
+    end = tl.min(tl.where(is_last, places, seqlen), 1)
+    # A run that reaches over the block ends in other ones.
+    found = tl.full((), -1, dtype=tl.int32)
+    edge = first
+    while (found < 0) & (edge > 0):
+        edge -= DISTANCE
+        others = edge + tl.arange(0, DISTANCE)
+        edges = _differs(ids, others, -1, seqlen) & (others < first)
+        found = tl.max(tl.where(edges, others, -1), 0)
+    begin = tl.where(begin < 0, found, begin)
+    found = tl.full((), 0, dtype=tl.int32) + seqlen
+    edge = first + TOKENS
+    while (found == seqlen) & (edge < seqlen):
+        others = edge + tl.arange(0, DISTANCE)
+        edges = _differs(ids, others, 1, seqlen)
+        found = tl.min(tl.where(edges, others, seqlen), 0)
+        edge += DISTANCE
+    end = tl.where(end == seqlen, found, end) + 1
+    seen = tl.load(ids + tokens, mask=tokens < seqlen, other=0) >= 0
+    starts, ends = starts_ptr + row * seqlen, ends_ptr + row * seqlen
+    _store_spans(starts, ends, begin, end, seen, tokens, seqlen, CAUSAL)
+
+
+@triton.jit
+def _of_side(of_queries, of_keys):
+    """That of this program's side."""
+    chosen = of_queries
+    if tl.program_id(1) == 1:
+        chosen = of_keys
+    return chosen
+
+
+@triton.jit
+def _sizes(queries, keys):
+    """Rows, row blocks and column blocks of this program's side."""
+    rows, columns = _of_side(queries, keys), _of_side(keys, queries)
+    return rows, tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+
+
+@triton.jit
+def _span(spans, query):
+    """Start and end of one of the spans of each query, 0 past the last query. spans: (starts_ptr,
+    ends_ptr, mask_idx, number of the span, queries, n)."""
+    place = (spans[2] * spans[4] + query) * spans[5] + spans[3]
+    inside = query < spans[4]
+    start = tl.load(spans[0] + place, mask=inside, other=0)
+    return start, tl.load(spans[1] + place, mask=inside, other=0)
+
+
+@triton.jit
+def _overlap(start, end, first, last):
+    return tl.maximum(tl.minimum(end, last) - tl.maximum(start, first), 0)
+
+
+@triton.jit
+def _seen_by_rows(spans, first_row, blocks):
+    """The number of scores that 128 queries see in each block of 64 keys."""
+    start, end = _span(spans, first_row + tl.arange(0, ROWS)[:, None])
+    first = blocks[None, :] * COLUMNS
+    return tl.sum(_overlap(start, end, first, first + COLUMNS), 0)
+
+
+@triton.jit
+def _rows_seen(spans, first_row, blocks):
+    """The number of scores of 128 keys in each block of 64 queries."""
+    start, end = _span(spans, blocks[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    return tl.sum(_overlap(start, end, first_row, first_row + ROWS), 1)
+
+
+@triton.jit(do_not_specialize=["num_masks", "queries", "keys", "n"])
+def kinds_kernel(
+    starts_ptr, ends_ptr, kinds_q_ptr, kinds_k_ptr, work_q_ptr, work_k_ptr, num_masks, queries,
+    keys, n,
+):  # fmt: skip
+    """The kinds of all blocks of a list, and the numbers of full and of listed ones.
+
+    starts, ends: int32 (num_masks, queries, n), spans of keys that do not overlap. num_masks: batch
+    * heads. Grid: the larger number of lists, 2.
+    """
+    rows, row_blocks, column_blocks = _sizes(queries, keys)
+    row_list = tl.program_id(0)
+    if row_list >= num_masks * row_blocks:
+        return
+    mask_idx = tl.cast(row_list // row_blocks, tl.int64)
+    first_row = row_list % row_blocks * ROWS
+    whole = tl.minimum(rows - first_row, ROWS) * COLUMNS
+    kinds = _of_side(kinds_q_ptr, kinds_k_ptr) + tl.cast(row_list, tl.int64) * column_blocks
+    num_full, num_listed = 0, 0
+    for first in range(0, column_blocks, CHUNK):
+        blocks = first + tl.arange(0, CHUNK)
+        counts = tl.zeros((CHUNK,), dtype=tl.int32)
+        for i in range(n):
+            spans = (starts_ptr, ends_ptr, mask_idx, i, queries, n)
+            if tl.program_id(1) == 0:
+                counts += _seen_by_rows(spans, first_row, blocks)
+            else:
+                counts += _rows_seen(spans, first_row, blocks)
+        is_full, is_listed = (counts == whole).to(tl.int32), (counts > 0).to(tl.int32)
+        tl.store(kinds + blocks, (is_full + is_listed).to(tl.int8), mask=blocks < column_blocks)
+        num_full += tl.sum(is_full, 0)
+        num_listed += tl.sum(is_listed, 0)
+    work = _of_side(work_q_ptr, work_k_ptr) + row_list * FIELDS
+    tl.store(work, num_full)
+    tl.store(work + 1, num_listed)
+
+
+@triton.jit
+def _places_of_parts(row_list, pair, column_blocks, PARTS: tl.constexpr):
+    """Where the words of 32 columns go, of a pair of column blocks, and whether these exist."""
+    parts = tl.arange(0, PARTS)
+    blocks = pair * (PARTS // 2) + parts // 2
+    place = (tl.cast(row_list, tl.int64) * column_blocks + blocks) * (2 * ROWS) + parts % 2
+    return place, blocks < column_blocks
+
+
+@triton.jit
+def _store_kinds(kinds_ptr, work_ptr, row_list, pair, counts, whole, column_blocks):
+    """The kinds of a pair of column blocks, added to the numbers of full and of listed ones.
+
+    counts: of visible scores in each 32 columns.
+    """
+    counts = tl.sum(tl.reshape(counts, (counts.shape[0] // 2, 2)), 1)
+    blocks = pair * counts.shape[0] + tl.arange(0, counts.shape[0])
+    exists = blocks < column_blocks
+    is_full, is_listed = (counts == whole).to(tl.int32), (counts > 0).to(tl.int32)
+    place = tl.cast(row_list, tl.int64) * column_blocks + blocks
+    tl.store(kinds_ptr + place, (is_full + is_listed).to(tl.int8), mask=exists)
+    tl.atomic_add(work_ptr + row_list * FIELDS, tl.sum(is_full, 0))
+    tl.atomic_add(work_ptr + row_list * FIELDS + 1, tl.sum(is_listed, 0))
+
+
+@triton.jit(
+    do_not_specialize=["heads", "queries", "keys", "stride_b", "stride_h", "stride_q", "stride_k"]
+)
+def bits_kernel(
+    visible_ptr, words_q_ptr, words_k_ptr, kinds_q_ptr, kinds_k_ptr, work_q_ptr, work_k_ptr, heads,
+    queries, keys, stride_b, stride_h, stride_q, stride_k,
+):  # fmt: skip
+    """The bits and the kinds of two blocks of either side from 128 x 128 bools, as bytes.
+
+    words: int32 (blocks, 128, 2), of all blocks. work: zeros at first. Grid: blocks of 128 keys, of
+    128 queries, batch * heads.
+    """
+    PARTS: tl.constexpr = ROWS // 32
+    k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    query = q_block * ROWS + tl.arange(0, ROWS)
+    key = k_block * ROWS + tl.arange(0, ROWS)
+    head = mask_idx // heads * tl.cast(stride_b, tl.int64)
+    head += mask_idx % heads * tl.cast(stride_h, tl.int64)
+    places = query[:, None] * tl.cast(stride_q, tl.int64)
+    places = places + key[None, :] * tl.cast(stride_k, tl.int64)
+    inside = (query < queries)[:, None] & (key < keys)[None, :]
+    seen = (tl.load(visible_ptr + head + places, mask=inside, other=0) != 0).to(tl.int32)
+    bits, rows = tl.arange(0, 32), tl.arange(0, ROWS)
+
+    by_row = tl.reshape(seen, (ROWS, PARTS, 32))
+    row_list, column_blocks = mask_idx * tl.cdiv(queries, ROWS) + q_block, tl.cdiv(keys, COLUMNS)
+    place, exists = _places_of_parts(row_list, k_block, column_blocks, PARTS)
+    words = tl.sum(by_row << bits[None, None, :], 2)
+    tl.store(words_q_ptr + place[None, :] + 2 * rows[:, None], words, mask=exists[None, :])
+    counts = tl.sum(tl.sum(by_row, 2), 0)
+    whole = tl.minimum(queries - q_block * ROWS, ROWS) * COLUMNS
+    _store_kinds(kinds_q_ptr, work_q_ptr, row_list, k_block, counts, whole, column_blocks)
+
+    by_column = tl.reshape(seen, (PARTS, 32, ROWS))
+    row_list, column_blocks = mask_idx * tl.cdiv(keys, ROWS) + k_block, tl.cdiv(queries, COLUMNS)
+    place, exists = _places_of_parts(row_list, q_block, column_blocks, PARTS)
+    words = tl.sum(by_column << bits[None, :, None], 1)
+    tl.store(words_k_ptr + place[:, None] + 2 * rows[None, :], words, mask=exists[:, None])
+    counts = tl.sum(tl.sum(by_column, 2), 1)
+    whole = tl.minimum(keys - k_block * ROWS, ROWS) * COLUMNS
+    _store_kinds(kinds_k_ptr, work_k_ptr, row_list, q_block, counts, whole, column_blocks)
+
+
+@triton.jit(do_not_specialize=["num_masks", "queries", "keys"])
+def lists_kernel(
+    kinds_q_ptr, kinds_k_ptr, work_q_ptr, work_k_ptr, entries_q_ptr, entries_k_ptr, num_masks,
+    queries, keys,
+):  # fmt: skip
+    """The entries of a list, its first bit tile, and its place in the order of its mask's lists.
+    Grid: the larger number of lists, 2."""
+    _, row_blocks, column_blocks = _sizes(queries, keys)
+    row_list = tl.program_id(0)
+    if row_list >= num_masks * row_blocks:
+        return
+    work = _of_side(work_q_ptr, work_k_ptr)
+    num_full = tl.load(work + row_list * FIELDS)
+    num_listed = tl.load(work + row_list * FIELDS + 1)
+    places = tl.arange(0, LISTS)
+    tiles = 0
+    for first in range(0, row_list, LISTS):
+        others = work + (first + places) * FIELDS
+        before = first + places < row_list
+        partial = tl.load(others + 1, mask=before, other=0) - tl.load(others, mask=before, other=0)
+        tiles += tl.sum(partial, 0)
+    row_block = row_list % row_blocks
+    first_list = row_list - row_block
+    rank = 0
+    for first in range(0, row_blocks, LISTS):
+        others = first + places
+        listed = tl.load(
+            work + (first_list + others) * FIELDS + 1, mask=others < row_blocks, other=-1
+        )
+        is_before = (listed > num_listed) | ((listed == num_listed) & (others < row_block))
+        rank += tl.sum(is_before.to(tl.int32), 0)
+    tl.store(work + row_list * FIELDS + 2, tiles)
+    tl.store(work + (first_list + rank) * FIELDS + 3, row_block)
+
+    start = tl.cast(row_list, tl.int64) * column_blocks
+    kinds, entries = _of_side(kinds_q_ptr, kinds_k_ptr) + start, start
+    entries_ptr = _of_side(entries_q_ptr, entries_k_ptr)
+    columns = tl.arange(0, 4 * CHUNK)
+    next_hidden, next_partial, next_full = num_listed, num_full, 0
+    for first in range(0, column_blocks, 4 * CHUNK):
+        blocks = first + columns
+        kind = tl.load(kinds + blocks, mask=blocks < column_blocks, other=3).to(tl.int32)
+        is_full, is_partial = (kind == 2).to(tl.int32), (kind == 1).to(tl.int32)
+        is_hidden = (kind == 0).to(tl.int32)
+        place = tl.where(kind == 2, next_full + tl.cumsum(is_full, 0), 0)
+        place += tl.where(kind == 1, next_partial + tl.cumsum(is_partial, 0), 0)
+        place += tl.where(kind == 0, next_hidden + tl.cumsum(is_hidden, 0), 0)
+        tl.store(entries_ptr + entries + place - 1, blocks, mask=blocks < column_blocks)
+        next_full += tl.sum(is_full, 0)
+        next_partial += tl.sum(is_partial, 0)
+        next_hidden += tl.sum(is_hidden, 0)
+
+
+@triton.jit
+def _lowest(count):
+    """int64 with as many of the lowest bits set as count, clamped to 0 and 64, says."""
+    ones = (tl.full((), 1, dtype=tl.int64) << tl.minimum(tl.maximum(count, 0), 63)) - 1
+    return tl.where(count >= 64, tl.full((), -1, dtype=tl.int64), ones)
+
+
+@triton.jit
+def _bits_of_rows(spans, first_row, first_column):
+    """int64 (128,): which of 64 keys each query sees."""
+    start, end = _span(spans, first_row + tl.arange(0, ROWS))
+    return _lowest(end - first_column) & ~_lowest(start - first_column)
+
+
+@triton.jit
+def _bits_of_columns(spans, first_row, first_column):
+    """int64 (128,): which of 64 queries see each key."""
+    bits = tl.arange(0, COLUMNS)
+    start, end = _span(spans, first_column + bits[None, :])
+    rows = (first_row + tl.arange(0, ROWS))[:, None]
+    seen = (rows >= start) & (rows < end)
+    return tl.sum(seen.to(tl.int64) << bits.to(tl.int64)[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["num_masks", "queries", "keys", "n", "capacity_q", "capacity_k"])
+def tiles_kernel(
+    starts_ptr, ends_ptr, words_q_ptr, words_k_ptr, work_q_ptr, work_k_ptr, entries_q_ptr,
+    entries_k_ptr, tiles_q_ptr, tiles_k_ptr, num_masks, queries, keys, n, capacity_q, capacity_k,
+):  # fmt: skip
+    """A bit tile, from spans or from the words of all blocks; 0 behind the last partial block.
+    Grid: the larger capacity, 2."""
+    tile = tl.program_id(0)
+    if tile >= _of_side(capacity_q, capacity_k):
+        return
+    _, row_blocks, column_blocks = _sizes(queries, keys)
+    work = _of_side(work_q_ptr, work_k_ptr)
+    # The last list whose first tile is not behind this one.
+    row_list, end = 0, num_masks * row_blocks
+    while row_list + 1 < end:
+        middle = (row_list + end) // 2
+        if tl.load(work + middle * FIELDS + 2) <= tile:
+            row_list = middle
+        else:
+            end = middle
+    num_full = tl.load(work + row_list * FIELDS)
+    num_partial = tl.load(work + row_list * FIELDS + 1) - num_full
+    index = tile - tl.load(work + row_list * FIELDS + 2)
+    words = tl.zeros((ROWS,), dtype=tl.int64)
+    if index < num_partial:
+        list_start = tl.cast(row_list, tl.int64) * column_blocks
+        entries = _of_side(entries_q_ptr, entries_k_ptr) + list_start
+        column = tl.load(entries + num_full + index)
+        if words_q_ptr is None:
+            mask_idx = tl.cast(row_list // row_blocks, tl.int64)
+            first_row, first_column = row_list % row_blocks * ROWS, column * COLUMNS
+            for i in range(n):
+                spans = (starts_ptr, ends_ptr, mask_idx, i, queries, n)
+                if tl.program_id(1) == 0:
+                    words |= _bits_of_rows(spans, first_row, first_column)
+                else:
+                    words |= _bits_of_columns(spans, first_row, first_column)
+        else:
+            of_block = _of_side(words_q_ptr, words_k_ptr) + (list_start + column) * ROWS
+            words = tl.load(of_block + tl.arange(0, ROWS))
+    tiles = _of_side(tiles_q_ptr, tiles_k_ptr) + tl.cast(tile, tl.int64) * ROWS
+    tl.store(tiles + tl.arange(0, ROWS), words)

@@ -1,0 +1,151 @@
+"""The Triton kernels that build masks: the lists of torch operations, bit for bit, and machine code
+for every chip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import GPU
+
+from flashattn3 import masks
+from flashattn3.masks import triton_lists
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def randoms(seed, *shape, high):
+    return torch.randint(0, high, shape, generator=torch.manual_seed(seed))
+
+
+def runs(seed, batch, seqlen, most):
+    """ids of documents of up to most tokens, of which each fourth is padding."""
+    lengths = randoms(seed, batch, seqlen, high=most) + 1
+    ids = [torch.arange(seqlen).repeat_interleave(row)[:seqlen] for row in lengths]
+    return torch.stack([torch.where(row % 4 == 3, -row, row) for row in ids])
+
+
+def spans(seed, *shape, keys):
+    return (randoms(seed + i, *shape, high=keys + 1).int().to(DEVICE) for i in range(2))
+
+
+def given(x):
+    return x.to(DEVICE)
+
+
+# name: builds a mask from tensors on the device
+CASES = {
+    "lengths": lambda: masks.documents(given(randoms(1, 2, 70, high=9)), seqlen=300, causal=True),
+    "lengths-few": lambda: masks.documents(given(torch.tensor([[100, 29], [0, 65]])), seqlen=129),
+    "lengths-beyond": lambda: masks.documents(
+        given(torch.tensor([64, -5, 1000])), seqlen=200, causal=True
+    ),
+    "ids": lambda: masks.documents(ids=given(runs(2, 2, 333, 90)), causal=True),
+    "ids-bytes": lambda: masks.documents(ids=given(runs(3, 1, 70, 5)).to(torch.uint8)),
+    "ids-one-run": lambda: masks.documents(ids=given(torch.zeros(1, 600, dtype=torch.int32))),
+    "ids-strided": lambda: masks.documents(ids=given(runs(4, 130, 2, 50)).T),
+    "prefix_lm": lambda: masks.prefix_lm(given(torch.tensor([0, 65, 200])), 257),
+    "window": lambda: masks.window(200, 40, 30, sinks=70, seqlen_k=330, device=DEVICE),
+    "window-few-keys": lambda: masks.window(300, 40, 0, seqlen_k=70, device=DEVICE),
+    "intervals": lambda: masks.intervals(*spans(5, 2, 2, 150, 3, keys=310), 310),
+    "intervals-many-blocks": lambda: masks.intervals(*spans(6, 1, 1, 40, 1, keys=9000), 9000),
+    "bools": lambda: masks.from_bool(given(randoms(7, 2, 2, 130, 200, high=2).bool())),
+    "bools-of-blocks": lambda: masks.from_bool(
+        given(randoms(8, 3, 4, high=2).bool().repeat_interleave(128, 0).repeat_interleave(64, 1))
+    ),
+    "bools-strided": lambda: masks.from_bool(given(randoms(9, 300, 65, 2, high=2).bool().mT.mT.T)),
+}
+
+
+@pytest.fixture
+def no_check(monkeypatch):
+    """Values out of bounds are clamped, as on a GPU without FLASHATTN3_CHECK."""
+    monkeypatch.setattr("flashattn3.masks.arguments.is_checked", lambda device: False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_write_the_lists_of_torch_operations(name, monkeypatch, no_check):
+    found = []
+    for by_kernels in (False, True):
+        monkeypatch.setattr(triton_lists, "serve", lambda x, by=by_kernels: by)
+        found.append(CASES[name]().tensors)
+    fields = [
+        f"{side}.{x}" for side in ("of_queries", "of_keys") for x in ("entries", "work", "tiles")
+    ]
+    for field, wanted, got in zip(fields, *found, strict=True):
+        assert got.dtype == wanted.dtype, field
+        assert torch.equal(got, wanted), field
+
+
+# kernel: types of its tensors, constants, numbers
+SPANS = "i32", "i32"
+WORDS = "i64", "i64"
+BLOCKS = "i8", "i8", "i32", "i32"  # kinds and work of either side
+TOKENS = {"CAUSAL": True, "TOKENS": triton_lists.TOKENS}
+SAMPLES = {
+    "lengths": ("spans_of_lengths_kernel", ("i64", *SPANS), TOKENS, (8192, 12)),
+    "ids": ("spans_of_ids_kernel", ("i32", *SPANS), TOKENS, (8192,)),
+    "kinds": ("kinds_kernel", (*SPANS, *BLOCKS), {}, (2, 8192, 8192, 1)),
+    "bits": ("bits_kernel", ("u8", "i32", "i32", *BLOCKS), {}, (1, 8192, 8192, 1, 1, 8192, 1)),
+    "lists": ("lists_kernel", (*BLOCKS, "i32", "i32"), {}, (2, 8192, 8192)),
+    "tiles-of-spans": (
+        "tiles_kernel",
+        (*SPANS, None, None, *["i32"] * 4, *WORDS),
+        *({}, (2, 8192, 8192, 1, 500, 500)),
+    ),
+    "tiles-of-bits": (
+        "tiles_kernel",
+        (None, None, *WORDS, *["i32"] * 4, *WORDS),
+        *({}, (2, 8192, 8192, 0, 500, 500)),
+    ),
+}
+
+
+def stack_bytes(capability):
+    """Of every kernel, compiled in a process of its own."""
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
+
+    found = {}
+    for name, (kernel, types, constants, numbers) in SAMPLES.items():
+        launch = triton_lists._launch(kernel, name, None, **constants)
+        compiled = compile_kernel(launch.sample(types, (), numbers), capability)
+        found[name] = resources(compiled).stack_bytes
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", (80, 87, 89, 90, 100, 120))
+def test_kernels_compile_for_every_chip(capability, compilers):
+    spilled = compilers.submit(stack_bytes, capability).result()
+    assert spilled.keys() == SAMPLES.keys()
+    assert max(spilled.values()) <= 8, spilled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("lengths", "ids"))
+def test_a_graph_of_a_builder_follows_its_values_and_waits_for_nothing(name):
+    if not GPU:
+        pytest.skip("needs a GPU")
+    values = [given(randoms(seed, 1, 40, high=9)) for seed in (1, 2)]
+    if name == "ids":
+        values = [given(runs(seed, 1, 300, 50)) for seed in (1, 2)]
+
+    def build(x):
+        return masks.documents(**{name: x}, seqlen=300 if name == "lengths" else None, causal=True)
+
+    given_later = values[0].clone()
+    build(given_later)  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        build(given_later)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask = build(given_later)
+    given_later.copy_(values[1])
+    graph.replay()
+    for got, wanted in zip(mask.tensors, build(values[1]).tensors, strict=True):
+        assert torch.equal(got, wanted)
