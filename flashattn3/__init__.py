@@ -16,6 +16,7 @@ from .api import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .cached_explanation import explain_with_kvcache
+from .call.batch_invariance import use_batch_invariant_mode
 from .call.block_scaled import BlockScaled
 from .call.selection import use_backend
 from .errors import UnsupportedError
@@ -54,4 +55,5 @@ __all__ = [
     "masks",
     "quantize_block_fp8",
     "use_backend",
+    "use_batch_invariant_mode",
 ]

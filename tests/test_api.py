@@ -40,8 +40,8 @@ def test_signatures_are_those_of_the_contract():
     lengths = (
         "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None"
     )
-    assert signature(flash_attn_func) == f"q, k, v, {shared}, mask=None"
-    assert signature(flash_attn_varlen_func) == f"q, k, v, {lengths}, {shared}"
+    assert signature(flash_attn_func) == f"q, k, v, {shared}, mask=None, split_tokens=None"
+    assert signature(flash_attn_varlen_func) == f"q, k, v, {lengths}, {shared}, split_tokens=None"
 
 
 def signature(function) -> str:

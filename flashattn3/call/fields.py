@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from .arguments import boolean, integer, length, real, window
+from .batch_invariance import WANTED, is_span, span_in_force
 from .selection import backend_in_force
 
 LOG2E = math.log2(math.e)
 MAX_SPLITS = 256  # as in FlashAttention-3
-SPAN_UNIT = 128  # every kernel's n_block of keys divides it
 FA2_ORDER = (
     "; after q, k and v FlashAttention-2 has dropout_p, softmax_scale and causal, FlashAttention-3 "
     "and this function softmax_scale, causal and qv: pass them by name"
@@ -117,10 +117,6 @@ def as_given(function: str, name: str, value: object) -> object:
     return value
 
 
-def _is_span(tokens: int | None) -> bool:
-    return tokens is None or (tokens > 0 and tokens % SPAN_UNIT == 0)
-
-
 def _is_finite(value: float) -> bool:
     return not isinstance(value, float) or abs(value) < math.inf
 
@@ -146,8 +142,7 @@ FIELDS = (
         wanted=f"at most {MAX_SPLITS}", legal=lambda splits: splits <= MAX_SPLITS,
     ),
     Field(
-        "split_tokens", "int?", None, or_none(integer), to_backend=True,
-        wanted=f"None or a multiple of {SPAN_UNIT}", legal=_is_span,
+        "split_tokens", "int?", None, span_in_force, to_backend=True, wanted=WANTED, legal=is_span
     ),
     Field("pack_gqa", "bool?", None, or_none(boolean), hint=True, to_backend=True),
     Field("deterministic", "bool", False, _deterministic, to_backend=True, of_cached_calls=False),
@@ -205,7 +200,7 @@ class Description:
                 value = getattr(options, field.name)
                 expect(field.legal(value), options.function, field.name, field.wanted, value)
         if options.split_tokens is not None:
-            wanted = "0 with split_tokens, which counts the tokens of a part"
+            wanted = "0 with split_tokens and in batch-invariant mode, which cut keys into spans"
             splits = options.num_splits
             expect(splits <= 0, options.function, "num_splits", wanted, splits)
 

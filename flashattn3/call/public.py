@@ -9,14 +9,15 @@ from typing import TypeVar
 
 import torch
 
+from .batch_invariance import span_of_all_calls
 from .fields import CALL, Description
 from .foreign import translated
 from .selection import named_backend
 
 F = TypeVar("F", bound=Callable)
-# Options that torch.use_deterministic_algorithms and ``use_backend`` ask of all calls, with the
-# values of a call that asks for nothing itself.
-OF_ALL_CALLS = {"deterministic": False, "backend": None}
+# Options that torch.use_deterministic_algorithms, ``use_backend`` and batch-invariant mode ask of
+# all calls, with the values of a call that asks for nothing itself.
+OF_ALL_CALLS = {"deterministic": False, "backend": None, "split_tokens": None}
 
 
 def once_for_plain_values(read: Callable) -> Callable:
@@ -46,7 +47,7 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
     scale = names.index("softmax_scale") - 1  # its place among the values
 
     @once_for_plain_values
-    def read_once(left, right, forced, deterministic, *values):
+    def read_once(left, right, forced, span, deterministic, *values):
         if values[scale] == 0:
             raise TypeError  # a scale of 0 warns, which the function counts, not this cache
         return convert((left, right), *values)
@@ -60,7 +61,8 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
             try:
                 left, right = window_size
                 deterministic = torch.are_deterministic_algorithms_enabled()
-                return read_once(left, right, named_backend.get(), deterministic, *values)
+                in_force = named_backend.get(), span_of_all_calls.get()
+                return read_once(left, right, *in_force, deterministic, *values)
             except (TypeError, ValueError):
                 pass  # the conversion finds the words for it
         return convert(window_size, *values)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
+from ..call.batch_invariance import span_of_all_calls
 from ..call.fields import Options
 from ..call.operands import Tensors
 from ..call.selection import backend_in_force, named_backend
@@ -174,9 +175,11 @@ class _Override:
             if result is not NotImplemented:
                 return result
         except UnsupportedError as error:
-            if named_backend.get() is not None:
+            if named_backend.get() is not None or span_of_all_calls.get() is not None:
                 raise
             reason = str(error)
+        if span_of_all_calls.get() is not None:
+            raise UnsupportedError(f"aten::{self.name}: batch-invariant mode: {reason}")
         if self.former is None:
             raise UnsupportedError(
                 f"aten::{self.name}: {reason}, and torch has no kernel of its own for them on this "

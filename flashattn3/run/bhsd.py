@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..call.batch_invariance import span_of_all_calls
 from ..call.fields import CALL, OF_MODELS, Options
 from ..call.operands import Tensors
 from ..call.public import once_for_plain_values
@@ -151,27 +153,32 @@ def _lse_of_batch(lse: Tensor, q: Tensor) -> Tensor:
     return lse.view(heads, batch, seqlen).transpose(0, 1)
 
 
-def _in_force() -> tuple[str, bool]:
-    """Return the options in force for all calls: the backend, and whether gradients are
-    deterministic."""
-    return named_backend.get() or ANY, are_deterministic()
+class _InForce(NamedTuple):
+    """The options in force for all calls."""
+
+    backend: str
+    deterministic: bool
+    split_tokens: int | None
 
 
-def _options(backend: str, deterministic: bool, longest_q, longest_k, *values) -> Options:
+def _in_force() -> _InForce:
+    return _InForce(named_backend.get() or ANY, are_deterministic(), span_of_all_calls.get())
+
+
+def _options(in_force: _InForce, longest_q, longest_k, *values) -> Options:
     """The options of a running operator. values: of OF_MODELS."""
-    given = dict(zip(OF_MODELS, values, strict=True))
-    given |= {"deterministic": deterministic, "backend": backend}
+    given = dict(zip(OF_MODELS, values, strict=True)) | in_force._asdict()
     return Options(longest_q, longest_k, **given, function=FUNCTION)
 
 
 _known_options = lru_cache(maxsize=4096)(_options)  # symbolic sizes have no hash
 
 
-def _call_of(arguments: tuple, options: Callable, in_force: tuple) -> tuple[Tensors, Options]:
+def _call_of(arguments: tuple, options: Callable, in_force: _InForce) -> tuple[Tensors, Options]:
     """The call of an operator's arguments, in rows."""
     q, k, v, edges_q, edges_k, *values = arguments
     lengths = (None, None) if edges_q is None else (q.shape[2], k.shape[2])
-    return _in_rows(q, k, v, edges_q, edges_k), options(*in_force, *lengths, *values)
+    return _in_rows(q, k, v, edges_q, edges_k), options(in_force, *lengths, *values)
 
 
 def _forward(forward_of: Callable, options: Callable, *arguments) -> tuple[Tensor, Tensor]:
@@ -184,7 +191,7 @@ def _forward(forward_of: Callable, options: Callable, *arguments) -> tuple[Tenso
 def _backward(
     backward_of: Callable,
     options: Callable,
-    in_force: tuple[str, bool],
+    in_force: _InForce,
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
@@ -204,9 +211,10 @@ def _backward(
 
 
 @once_for_plain_values
-def _launch_cache(backend: str, deterministic: bool, *values) -> LaunchCache:
+def _launch_cache(backend: str, deterministic: bool, span: int | None, *values) -> LaunchCache:
     """That of calls with these options, also eager ones. values: of OF_MODELS."""
-    return launch_cache(_options(backend, deterministic, None, None, *values), True)
+    in_force = _InForce(backend, deterministic, span)
+    return launch_cache(_options(in_force, None, None, *values), True)
 
 
 def _run_forward(*arguments):
@@ -232,7 +240,7 @@ def _run_backward(dout, dlse, out, lse, *arguments):
     return _run_backward_of(_in_force(), dout, dlse, out, lse, *arguments)
 
 
-def _run_backward_of(in_force: tuple[str, bool], dout, dlse, out, lse, *arguments):
+def _run_backward_of(in_force: _InForce, dout, dlse, out, lse, *arguments):
     cache = _launch_cache(*in_force, *arguments[NUM_TENSORS:])
     if dlse is None and cache.operators is not None:
         given = dout, out, lse, *arguments[:NUM_TENSORS]
@@ -267,7 +275,7 @@ class _Call:
     """See ``derivative.Call``. values: of OF_MODELS. in_force: in the forward."""
 
     values: tuple
-    in_force: tuple[str, bool]
+    in_force: _InForce
     num_tensors, function, merges = NUM_TENSORS, FUNCTION, True
 
     def forward(self, *tensors) -> tuple[Tensor, Tensor]:

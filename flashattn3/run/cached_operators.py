@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..call.batch_invariance import span_of_all_calls
 from ..call.cached import (
     APPEND,
     DECODE,
@@ -128,6 +129,8 @@ def unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOpt
 def _decode(out, lse, *arguments):
     tensors, lengths, options = unpacked_decode(arguments)
     options = options._replace(backend=_in_force(options.backend))
+    if options.split_tokens is None:
+        options = options._replace(split_tokens=span_of_all_calls.get())
     _check_results(out, lse, tensors, options)
     checked = checked_call(tensors, lengths, options)
     run_checked(checked, out, lse, tensors, lengths, options)

@@ -19,6 +19,7 @@ from torch.autograd import profiler
 from ..backends.device import describe_device
 from ..backends.registry import BACKENDS
 from ..call import fields, operands
+from ..call.batch_invariance import span_of_all_calls
 from ..call.dtypes import EIGHT_BIT, out_dtype
 from ..call.fields import Options
 from ..call.operands import (
@@ -176,13 +177,16 @@ def is_score_watched(tensors: Tensors) -> bool:
 
 
 def options_in_force(values: tuple) -> Options:
-    """The options of a running operator; a compiled call gets its backend only here."""
-    return _options_in_force(named_backend.get(), values)
+    """The options of a running operator; a compiled call gets what is in force for all calls only
+    here."""
+    return _options_in_force(named_backend.get(), span_of_all_calls.get(), values)
 
 
 @lru_cache(maxsize=4096)
-def _options_in_force(named: str | None, values: tuple) -> Options:
+def _options_in_force(named: str | None, span: int | None, values: tuple) -> Options:
     options = Options(*values)
+    if options.split_tokens is None:
+        options = options._replace(split_tokens=span)
     return options if options.backend is not None else options._replace(backend=named or ANY)
 
 
