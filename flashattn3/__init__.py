@@ -21,6 +21,7 @@ from .call.block_scaled import BlockScaled
 from .call.selection import use_backend
 from .errors import UnsupportedError
 from .explanation import Explanation, available_backends
+from .flex import flex_attention
 from .kvcache_api import (
     append_kvcache,
     flash_attn_combine,
@@ -51,6 +52,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "get_scheduler_metadata",
     "masks",
     "quantize_block_fp8",

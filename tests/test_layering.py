@@ -34,6 +34,7 @@ MAY_IMPORT = {
     | {"backends.registry", "backends.base", "backends.device", "run.*"},
     "api": CALL | {"run.*", "explanation", "quantization", "masks.*"},
     "kvcache_api": CALL | {"run.*"},
+    "flex": CALL | {"run.*", "masks.*"},
     "cached_explanation": CALL | {"backends.registry", "backends.device", "run.*"}
     | {"explanation", "kvcache_api"},
 }  # fmt: skip

@@ -10,9 +10,12 @@ from .mask import Mask
 _NOTHING = (None,) * 6
 
 
-def call_tensors(function: str, mask: object, q: object, k: object) -> tuple[Tensor | None, ...]:
+def call_tensors(
+    function: str, mask: object, q: object, k: object, axis: int = 1
+) -> tuple[Tensor | None, ...]:
     """The tensors of a mask in the order of ``Tensors``, after its lengths are compared with those
-    of q and k, (batch, seqlen, heads, head_dim), which its tensors do not have."""
+    of q and k, which its tensors do not have. axis: of the tokens, the second or the third of
+    four."""
     if mask is None:
         return _NOTHING
     if not isinstance(mask, Mask):
@@ -21,6 +24,6 @@ def call_tensors(function: str, mask: object, q: object, k: object) -> tuple[Ten
     for name, x, length in (("q", q, mask.seqlen_q), ("k", k, mask.seqlen_k)):
         shape = getattr(x, "shape", ())
         if len(shape) == 4:  # other errors are raised where q and k are checked
-            wanted = f"{shape[1]} as {name}'s"
-            expect(length == shape[1], function, f"mask.seqlen_{name}", wanted, length)
+            wanted = f"{shape[axis]} as {name}'s"
+            expect(length == shape[axis], function, f"mask.seqlen_{name}", wanted, length)
     return mask.tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,19 +47,20 @@ def from_bool(visible: Tensor) -> Mask:
     return of_predicate(grid, seen, visible.device)
 
 
-def from_block_mask(block_mask: BlockMask) -> Mask:
+def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mask") -> Mask:
     """The mask of a ``BlockMask`` of torch.nn.attention.flex_attention.
 
     Its mask_mod is computed in its partial blocks, once. The mask has the batch and heads of the
     block mask, where None became 1, and room for as many partial blocks as there are blocks:
     seqlen_q * seqlen_k / 4 bytes of bits for each batch_idx and head.
 
+    function: named by errors.
+
     Raises: TypeError: block_mask is no BlockMask. ValueError: its mask_mod reads a tensor on
         another device.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    function = "masks.from_block_mask"
     if not isinstance(block_mask, BlockMask):
         wanted = "a BlockMask of torch.nn.attention.flex_attention"
         raise type_error(function, "block_mask", wanted, shown(block_mask))
@@ -111,12 +113,34 @@ def _computed(mask_mod, batch_idx: Tensor, head: Tensor, query: Tensor, key: Ten
 
 def _expect_same_device(function: str, mask_mod, device: torch.device) -> None:
     """Raise if mask_mod has captured a tensor on another device."""
-    for name, cell in zip(
-        mask_mod.__code__.co_freevars if hasattr(mask_mod, "__code__") else (),
-        getattr(mask_mod, "__closure__", None) or (),
-        strict=True,
-    ):
-        captured = cell.cell_contents
-        if isinstance(captured, Tensor) and captured.device != device:
+    for name, captured in captured_tensors(mask_mod):
+        if captured.device != device:
             wanted = f"on {device} as the block mask"
             raise value_error(function, f"{name}, which mask_mod reads,", wanted, captured.device)
+
+
+def captured_tensors(mask_mod: object) -> list[tuple[str, Tensor]]:
+    """The tensors in the closure of a function and of the functions that it has captured, as
+    and_masks and or_masks have, with their names there."""
+    found, seen = [], set()
+
+    def visit(name: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif isinstance(value, (tuple, list)):
+            for x in value:
+                visit(name, x)
+        elif callable(value) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, partial):
+                for x in (value.func, *value.args, *value.keywords.values()):
+                    visit(name, x)
+            names = getattr(getattr(value, "__code__", None), "co_freevars", ())
+            for inner, cell in zip(names, getattr(value, "__closure__", None) or (), strict=True):
+                try:
+                    visit(inner, cell.cell_contents)
+                except ValueError:  # not assigned yet
+                    continue
+
+    visit("a tensor", mask_mod)
+    return found

@@ -1,0 +1,140 @@
+"""FlexAttention's signature, for calls without score_mod."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .call.fields import CALL
+from .call.operands import Tensors
+from .errors import UnsupportedError, complaint, expect, shown, type_error
+from .masks.arguments_of_calls import call_tensors
+from .masks.conversions import captured_tensors, from_block_mask
+from .masks.mask import Mask
+from .run.doors import attend
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+FUNCTION = "flex_attention"
+# BlockMask → the tensors that it was made from with their versions, and its Mask.
+_masks: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: None = None,
+    block_mask: BlockMask | Mask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """torch.nn.attention.flex_attention.flex_attention on flashattn3's kernels, with gradients.
+
+    Args:
+        query: (batch, num_heads_q, seqlen_q, head_dim), as in ``flash_attn_func`` otherwise.
+        key, value: (batch or 1, num_heads_kv, seqlen_k, ·).
+        score_mod: None; ``alibi_slopes`` and ``bias`` of ``flash_attn_func`` change scores.
+        block_mask: a ``BlockMask``, converted in its first call (``masks.from_block_mask``) and
+            again when a tensor that it holds, or that its mask_mod has captured, was written to or
+            replaced; or a ``masks.Mask``, which code that torch.compile traces must pass. None: all
+            keys are visible.
+        scale: factor of the scores; None: head_dim ** -0.5.
+        enable_gqa: whether num_heads_q may be a multiple of num_heads_kv.
+        return_lse: also return the log-sum-exp of each row.
+        kernel_options: None or empty: they choose among kernels of torch.
+        return_aux: ``AuxRequest(lse=True)`` returns ``AuxOutput`` in place of the lse.
+
+    Returns: out (batch, num_heads_q, seqlen_q, head_dim_v), a transposed view, and lse, float32
+        (batch, num_heads_q, seqlen_q), natural.
+
+    Raises:
+        UnsupportedError: score_mod, kernel_options, or the largest scores are asked for.
+        TypeError, ValueError: as ``flash_attn_func``.
+    """
+    with_lse = return_lse or getattr(return_aux, "lse", False)
+    _refuse(score_mod, kernel_options, return_lse, return_aux)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise type_error(FUNCTION, name, "a torch.Tensor", shown(x))
+        wanted = "(batch, heads, seqlen, head_dim)"
+        expect(x.ndim == 4, FUNCTION, f"{name}.shape", wanted, tuple(x.shape))
+    if not enable_gqa:
+        wanted = f"{query.shape[1]} as query's unless enable_gqa"
+        expect(key.shape[1] == query.shape[1], FUNCTION, "key.shape[1]", wanted, key.shape[1])
+    if key.shape[0] == value.shape[0] == 1 < query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    given = {"softmax_scale": scale, "return_lse": with_lse}
+    lists = call_tensors(FUNCTION, _mask_of(block_mask), query, key, axis=2)
+    tensors = Tensors(query, key, value, *(None,) * 7, *lists)
+    found = attend(tensors, CALL.convert(FUNCTION, given), bhsd=True)
+    if not with_lse:
+        return found.transpose(1, 2) if return_aux is None else (found.transpose(1, 2), _aux(None))
+    out, lse = found
+    return out.transpose(1, 2), lse if return_aux is None else _aux(lse)
+
+
+def _aux(lse: Tensor | None) -> AuxOutput:
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    return AuxOutput(lse=lse)
+
+
+def _refuse(score_mod, kernel_options, return_lse: bool, return_aux) -> None:
+    """Raise for what torch's function has and this one has not."""
+    refused = {
+        "score_mod": (score_mod, "alibi_slopes and bias of flash_attn_func change scores"),
+        "kernel_options": (kernel_options or None, "they choose among torch's own kernels"),
+    }
+    for name, (value, reason) in refused.items():
+        if value is not None:
+            raise UnsupportedError(f"{complaint(FUNCTION, name, None, shown(value))}: {reason}")
+    expect(not (return_lse and return_aux is not None), FUNCTION, "return_lse",
+           "False beside return_aux", return_lse)  # fmt: skip
+    if getattr(return_aux, "max_scores", False):
+        sentence = complaint(FUNCTION, "return_aux.max_scores", False, True)
+        raise UnsupportedError(f"{sentence}: flash_attn_func has return_max_logit, for each head")
+
+
+def _mask_of(block_mask: object) -> Mask | None:
+    """The mask of the argument; None if it shows all scores."""
+    if block_mask is None or isinstance(block_mask, Mask):
+        return block_mask
+    if torch.compiler.is_compiling():
+        wanted = "a flashattn3.masks.Mask in compiled code: masks.from_block_mask(block_mask)"
+        raise type_error(FUNCTION, "block_mask", wanted, type(block_mask).__name__)
+    try:
+        known = _masks.get(block_mask)
+    except TypeError:  # of a type without hash or weak references
+        known = None
+    sources = _sources(block_mask)
+    if known is None or not _same(known[0], sources):
+        known = sources, from_block_mask(block_mask, FUNCTION)
+        _masks[block_mask] = known
+    return known[1]
+
+
+Sources = list[tuple[Tensor, int]]
+
+
+def _sources(block_mask: object) -> Sources:
+    """The tensors of a block mask and those that its mask_mod has captured, with their versions,
+    which change when they are written to."""
+    held = getattr(block_mask, "__dict__", {}).values()
+    captured = captured_tensors(getattr(block_mask, "mask_mod", None))
+    tensors = [x for x in held if isinstance(x, Tensor)] + [x for _, x in captured]
+    return [(x, -1 if x.is_inference() else x._version) for x in tensors]
+
+
+def _same(sources: Sources, others: Sources) -> bool:
+    """Whether both are the same tensors in the same versions."""
+    same = (x is y and i == j for (x, i), (y, j) in zip(sources, others, strict=False))
+    return len(sources) == len(others) and all(same)
