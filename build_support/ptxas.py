@@ -1,4 +1,4 @@
-"""Reads ptxas's output for each kernel config and checks it against limits.
+"""Reads ptxas's output for each unit of kernel configs and checks it against limits.
 
 ``python -m build_support.ptxas`` prints registers and spills of the last build and fails on a spill
 over 32 bytes or on a warning of the C75xx group (serialized WGMMA, ignored setmaxnreg). 8-bit
@@ -21,7 +21,7 @@ LOG_SUFFIX = ".cu.o.log"
 
 
 def max_spill_bytes(name: str) -> int:
-    if of_d256 := re.search("_(e4m3|int8)_d256_", name):
+    if of_d256 := re.search("_(e4m3|int8)_d256", name):
         return MAX_SPILL_BYTES_D256[of_d256[1]]
     return MAX_SPILL_BYTES_8_BIT if re.search("_(e4m3|int8)_", name) else MAX_SPILL_BYTES
 

@@ -1,4 +1,5 @@
-"""Writes the generated sources: a unit for each kernel config, and a registry of all of them.
+"""Writes the generated sources: a unit for the kernel configs of a kind, dtype and head dim, and a
+registry of all of them.
 
 They go into the build folder, never into git, and only when their text has changed.
 """
@@ -34,12 +35,16 @@ def _load(folder: str, name: str) -> ModuleType:
 def write_units(folder: Path, pattern: str) -> list[Path]:
     """Write the units of the configs that match the glob, and the registry; return their paths.
 
-    Units of other configs are deleted; their objects stay for the next build. LIMITS_HEADER and
-    TENSORS_HEADER are written beside the units.
+    A compiler reads the headers for three times as long as it compiles a config, so a unit has
+    several. Units of other configs are deleted; their objects stay for the next build.
+    LIMITS_HEADER and TENSORS_HEADER are written beside the units.
     """
     table = load_kernel_configs()
     configs = table.matching(pattern)
-    texts = {f"{config.name}.cu": unit(config) for config in configs}
+    units: dict[str, list] = {}
+    for config in configs:
+        units.setdefault(unit_name(config), []).append(config)
+    texts = {f"{name}.cu": unit(members) for name, members in units.items()}
     texts["registry.cpp"] = registry(table, configs)
     folder.mkdir(parents=True, exist_ok=True)
     for present in folder.glob("*.cu"):
@@ -111,22 +116,35 @@ constexpr int kMaxHeadDim = {max_head_dim};
 """
 
 
-def unit(config) -> str:
-    """A unit with the config as template argument."""
-    launch = "forward_cached" if _is_cached_forward(config) else config.kind
-    kernel = _kernel_type(config)
+def unit_name(config) -> str:
+    return f"{_launch(config)}_{config.dtype}_d{config.head_dim}"
+
+
+def unit(configs: list) -> str:
+    """A unit with the configs as template arguments; all of them have one name of a unit."""
     return f"""{HEADER}
-#include "launch/compiled_{launch}.cuh"
+#include "launch/compiled_{_launch(configs[0])}.cuh"
 
 namespace flashattn3 {{
-
-constexpr {config.kind}::Config kConfig = {initializer(config)};
-{_checks(config)}
-extern const {kernel} {config.name};
-const {kernel} {config.name} = compiled_{launch}<kConfig>("{config.name}");
-
+{"".join(map(_entry, configs))}
 }}  // namespace flashattn3
 """
+
+
+def _entry(config) -> str:
+    kernel = _kernel_type(config)
+    return f"""
+namespace of_{config.name} {{
+constexpr {config.kind}::Config kConfig = {initializer(config)};
+{_checks(config)}}}  // namespace of_{config.name}
+extern const {kernel} {config.name};
+const {kernel} {config.name} =
+    compiled_{_launch(config)}<of_{config.name}::kConfig>("{config.name}");
+"""
+
+
+def _launch(config) -> str:
+    return "forward_cached" if _is_cached_forward(config) else config.kind
 
 
 def _is_cached_forward(config) -> bool:

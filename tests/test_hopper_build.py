@@ -72,11 +72,15 @@ def test_nvcc_is_looked_for_where_cuda_home_says_alone(monkeypatch, tmp_path):
 def test_units_name_every_field_of_their_row(tmp_path):
     paths = units.write_units(tmp_path, "*")
     names = [config.name for config in all_configs()]
-    assert [path.name for path in paths] == [*(f"{name}.cu" for name in names), "registry.cpp"]
-    for config, path in zip(all_configs(), paths, strict=False):
-        text = path.read_text()
+    assert paths[-1].name == "registry.cpp"
+    for config in all_configs():
         launch = "forward_cached" if config in CACHED_FORWARD_CONFIGS else config.kind
+        path = tmp_path / f"{launch}_{config.dtype}_d{config.head_dim}.cu"
+        assert paths.count(path) == 1
+        text = path.read_text()
         assert f'#include "launch/compiled_{launch}.cuh"' in text
+        text, _ = text.split(f'compiled_{launch}<of_{config.name}::kConfig>("{config.name}");')
+        *_, text = text.split("namespace of_")
         assert f"constexpr {config.kind}::Config kConfig = {{" in text
         assert f".head_dim = {config.head_dim}," in text
         if config.kind == "forward":
@@ -93,13 +97,14 @@ def test_units_name_every_field_of_their_row(tmp_path):
 
 def test_a_subset_keeps_the_places_and_untouched_files_their_time(tmp_path):
     units.write_units(tmp_path, "*")
-    kept = tmp_path / f"{FORWARD_CONFIGS[0].name}.cu"
+    kept = tmp_path / "forward_bf16_d96.cu"
     before = kept.stat().st_mtime_ns
-    paths = units.write_units(tmp_path, FORWARD_CONFIGS[0].name)
+    paths = units.write_units(tmp_path, "forward_bf16_d96*")
     written = {kept.name, "registry.cpp", units.LIMITS_HEADER, units.TENSORS_HEADER}
     assert {path.name for path in tmp_path.iterdir()} == written
     assert kept.stat().st_mtime_ns == before
-    assert paths[-1].read_text().count("nullptr") == len(all_configs()) - 1
+    left_out = [config for config in all_configs() if "forward_bf16_d96" not in config.name]
+    assert paths[-1].read_text().count("nullptr") == len(left_out)
 
 
 def test_the_limits_of_quantization_stand_in_python_alone(tmp_path):
