@@ -80,7 +80,7 @@ def test_units_name_every_field_of_their_row(tmp_path):
         text = path.read_text()
         assert f'#include "launch/compiled_{launch}.cuh"' in text
         text, _ = text.split(f'compiled_{launch}<of_{config.name}::kConfig>("{config.name}");')
-        *_, text = text.split("namespace of_")
+        _, text = text.split(f"namespace of_{config.name} {{")
         assert f"constexpr {config.kind}::Config kConfig = {{" in text
         assert f".head_dim = {config.head_dim}," in text
         if config.kind == "forward":
