@@ -123,7 +123,11 @@ def flash_attn_with_kvcache(
         backend: as in ``flash_attn_func``.
         split_tokens: as in ``flash_attn_func``: the bits of a token's row also depend neither on
             pages, their size and the capacity, nor on how a prompt was cut into calls.
-        qv, attention_chunk, tree_mask, alibi_slopes: not supported yet, an error if given.
+        tree_mask: int32 (batch, seqlen_q, ceil(seqlen_q / 32)), or (total_q, ...) of max_seqlen_q:
+            bit j % 32 of word j // 32 says whether a query sees new token j, the j-th of the
+            sequence's last seqlen_q positions; it sees all older keys (speculative decoding). Only
+            with causal, which the bits replace, and up to 64 queries. window_size counts positions.
+        qv, attention_chunk, alibi_slopes: not supported yet, an error if given.
 
     Returns:
         out in q's shape with v_cache's head dim, in out_dtype; with return_lse also lse (batch,

@@ -36,7 +36,7 @@ from flashattn3.call.fields import Options
 from flashattn3.run.bhsd import attend_bhsd
 
 SPAN = 128
-FEW, MANY = (140, 31), (300, 140, 257, 31)  # tokens of whole sequences, in two tiers
+FEW, MANY = (140, 31), (290, 140, 31)  # tokens of whole sequences, in two tiers
 BACKENDS = [
     *(("reference", dtype) for dtype in (torch.float16, torch.float32)),
     *(("triton", dtype) for dtype in TRITON_DTYPES),
@@ -198,7 +198,8 @@ def test_a_row_has_the_bits_of_its_sequence_alone(backend, dtype, parts, device)
 @by_parts
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_many_random_calls(name, backend, dtype, parts, device):
-    check_random_calls(400 if GPU else 40, name, MANY, device, backend, dtype)
+    number = 400 if GPU else 40 if backend == "reference" else 6
+    check_random_calls(number, name, MANY, device, backend, dtype)
 
 
 @by_backend

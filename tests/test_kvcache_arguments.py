@@ -235,7 +235,6 @@ UNSUPPORTED = [
     ),
     ({"qv": torch.ones(1)}, "qv must be None"),
     ({"attention_chunk": 8}, "attention_chunk must be 0"),
-    ({"tree_mask": ints(1)}, "tree_mask must be None"),
     ({"pack_gqa": False}, "pack_gqa must be None or True"),
     (
         {"q": torch.randn(B, SQ, H, D, requires_grad=True)},

@@ -118,6 +118,7 @@ def as_cached(problem: Problem) -> DecodeProblem:
         "page_size": int(problem.varlen and problem.split_tokens is not None),
         "rows": packed_rows(packed_rows_of(problem)),
         "given": given if problem.varlen else frozenset(),
+        "tree_words": 0,
         "sinks_dtype": problem.sinks_dtype,
         "misaligned": frozenset(),
         "expanded": frozenset(),

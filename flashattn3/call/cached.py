@@ -20,7 +20,13 @@ from .dtypes import out_dtype
 from .fields import CALL, Description, Field, as_given, or_none
 from .metadata import Metadata
 from .problem import AttentionProblem, CallProblem, attention_fields
-from .tensor_fields import APPEND_TENSORS, DECODE_TENSORS, WRITTEN_DESCALES, TensorField
+from .tensor_fields import (
+    APPEND_TENSORS,
+    DECODE_TENSORS,
+    TREE_MASK,
+    WRITTEN_DESCALES,
+    TensorField,
+)
 
 MAX_HEAD_DIM = 256
 # Packed query rows (token-major, qhead_per_kvhead rows for a token) that plans distinguish.
@@ -42,7 +48,7 @@ def _tensors_of(name: str, fields: tuple[TensorField, ...]) -> type[tuple]:
 #   q_descale: float32 (batch, num_heads_kv). k_descale, v_descale: see cache_descales.py.
 #   sinks: (num_heads_q,).
 #   scheduler_metadata: see scheduler_metadata.py.
-DecodeTensors = _tensors_of("DecodeTensors", DECODE_TENSORS)
+DecodeTensors = _tensors_of("DecodeTensors", (*DECODE_TENSORS, TREE_MASK))
 
 
 def new_out(tensors: DecodeTensors, dtype: torch.dtype | None = None) -> Tensor:
@@ -67,7 +73,6 @@ _OWN = (
     CALL.fields["causal"]._replace(convert=boolean),
     CALL.fields["qv"]._replace(convert=as_given),
     Field("return_softmax_lse", "", False, boolean, parts=("return_lse",)),
-    Field("tree_mask", "", None, as_given),
     Field("alibi_slopes", "", None, as_given, instead="calls without a cache take slopes"),
 )
 _FIELDS = {name: field for name, field in CALL.fields.items() if field.of_cached_calls}
@@ -137,6 +142,7 @@ class DecodeProblem(_Asked, AttentionProblem):
     rows: packed query rows, qhead_per_kvhead * seqlen_q, rounded up to one of PLANNED_ROWS; the
         last of them stands for all larger numbers.
     given: names of the optional tensors of the call.
+    tree_words: of 32 bits in a row of tree_mask; 0 without one.
     sinks_dtype: None without sinks.
     misaligned: names of those of q, k_cache and v_cache of which a row may begin elsewhere than at
         a multiple of 16 bytes.
@@ -151,6 +157,7 @@ class DecodeProblem(_Asked, AttentionProblem):
     v_descale: str | None
     rows: int
     given: frozenset[str]
+    tree_words: int
     sinks_dtype: torch.dtype | None
     misaligned: frozenset[str]
     expanded: frozenset[str]
@@ -199,6 +206,9 @@ def describe_decode(
     seqlen_q = q.shape[-3] if max_seqlen_q is None else min(max_seqlen_q, q.shape[-3])
     read = "q", "k_cache", "v_cache"
     alike = attention_fields(DECODE, options, q, k, v)
+    tree = tensors.tree_mask
+    if tree is not None:  # its bits say all about new tokens
+        alike["window_right"] = -1
     if seqlen_q <= 1 and options.split_tokens is None:  # with it a chunk's kernel decodes too
         alike["window_right"] = -1
     return DecodeProblem(
@@ -209,6 +219,7 @@ def describe_decode(
         v_descale=kind_of(tensors.v_descale, v),
         rows=packed_rows(seqlen_q * (q.shape[-2] // k.shape[-2])),
         given=_given(tensors, 3),
+        tree_words=0 if tree is None else tree.shape[-1],
         sinks_dtype=None if tensors.sinks is None else tensors.sinks.dtype,
         misaligned=frozenset(name for name in read if not getattr(tensors, name).rows_are_aligned),
         expanded=frozenset(name for name in read if getattr(tensors, name).is_expanded),

@@ -28,6 +28,7 @@ from .scheduler_metadata import metadata_size
 from .tensor_checks import check_device, check_int32
 
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
+MAX_TREE_TOKENS = 64  # new tokens of a sequence with a tree_mask
 MAX_CAPACITY = 2**30  # keys of one sequence
 Found = Metadata | None
 
@@ -83,6 +84,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
         expect(given >= 0, function, "max_seqlen_q", ">= 0", given)
     check_seqlen(function, tensors.cache_seqlens, lengths)
     check_options(options)
+    _check_tree(function, tensors, options, given)
     check_out_dtype(function, q.dtype, options.out_dtype)
 
 
@@ -202,6 +204,31 @@ def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
     check_device(function, "sinks", sinks, q.device, "q")
     stride = tuple(sinks.stride)
     expect(sinks.rows_are_dense, function, "sinks.stride(-1)", 1, stride[-1])
+
+
+def _check_tree(
+    function: str, tensors: DecodeTensors, options: DecodeOptions, longest: int | None
+) -> None:
+    """longest: max_seqlen_q where it is known on the host."""
+    tree, q = tensors.tree_mask, tensors.q
+    if tree is None:
+        return
+    wanted = "True with tree_mask, whose queries see all older keys"
+    expect(options.causal, function, "causal", wanted, options.causal)
+    lead = tuple(q.shape[:-2])
+    expect(tree.dtype == torch.int32, function, "tree_mask.dtype", torch.int32, tree.dtype)
+    check_device(function, "tree_mask", tree, q.device, "q")
+    seqlen = q.shape[1] if tensors.cu_seqlens_q is None else longest
+    if seqlen is not None and seqlen > MAX_TREE_TOKENS:
+        of = "q.shape[1]" if tensors.cu_seqlens_q is None else "max_seqlen_q"
+        raise unsupported(function, of, f"at most {MAX_TREE_TOKENS} with tree_mask", seqlen)
+    most = MAX_TREE_TOKENS // 32
+    words = min(most, *tree.shape[-1:]) if seqlen is None else -(-seqlen // 32)
+    wanted = f"{(*lead, words)}, a bit for each new token in words of 32"
+    found = tuple(tree.shape)
+    expect(found == (*lead, words), function, "tree_mask.shape", wanted, found)
+    dense = tree.rows_are_dense
+    expect(dense, function, "tree_mask.stride(-1)", 1, tuple(tree.stride)[-1])
 
 
 def _check_metadata(function: str, metadata: Found, batch: int, device) -> None:

@@ -107,6 +107,8 @@ APPEND_TENSORS = (
     TensorField("k_descale", OPTIONAL),
     TensorField("v_descale", OPTIONAL),
 )
+# Which new tokens each query sees. The compiled kernels of cached calls take none.
+TREE_MASK = TensorField("tree_mask", OPTIONAL)
 # Descales of each token of a cache, which an append computes and writes. The compiled append kernel
 # takes none.
 WRITTEN_DESCALES = (

@@ -69,6 +69,7 @@ def with_kvcache(
     rotary_interleaved,
     scheduler_metadata,
     sinks,
+    tree_mask,
     out,
 ) -> Tensor | tuple[Tensor, Tensor]:
     function = options.function
@@ -88,6 +89,7 @@ def with_kvcache(
         new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
     if (
         rotary_seqlens is q_descale is k_descale is v_descale is sinks is scheduler_metadata is None
+        and tree_mask is None
         and not watched
         and not profiler._is_profiler_enabled  # else the call says which kernel it runs
     ):
@@ -113,6 +115,7 @@ def with_kvcache(
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, *descales, sinks, scheduler_metadata,
+        tree_mask,
     )  # fmt: skip
     lengths = Lengths(seqlen, 0, longest)
     if new is None:

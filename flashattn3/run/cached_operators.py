@@ -22,7 +22,13 @@ from ..call.cached import (
 from ..call.cached_checks import check_append, check_combine, check_decode, check_out
 from ..call.metadata import metadata_of
 from ..call.selection import ANY, named_backend
-from ..call.tensor_fields import APPEND_TENSORS, DECODE_TENSORS, WRITTEN_DESCALES, schema
+from ..call.tensor_fields import (
+    APPEND_TENSORS,
+    DECODE_TENSORS,
+    TREE_MASK,
+    WRITTEN_DESCALES,
+    schema,
+)
 from ..modes import is_watched
 from .cached_plans import (
     CheckedCall,
@@ -40,7 +46,7 @@ _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields
 
 torch.library.define(
     "flashattn3::decode",
-    f"(Tensor(a!) out, Tensor(b!) lse, {schema(DECODE_TENSORS)}, {_LENGTHS}, "
+    f"(Tensor(a!) out, Tensor(b!) lse, {schema((*DECODE_TENSORS, TREE_MASK))}, {_LENGTHS}, "
     f"{DECODE.schema}) -> ()",
 )
 torch.library.define(

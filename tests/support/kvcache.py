@@ -45,6 +45,7 @@ class CacheCase:
     leftpad: tuple[int, ...] | None = None
     others: int = 0
     sinks: bool = False
+    tree: bool = False
     stored: torch.dtype | None = None
     descales: str = ""
     options: dict = field(default_factory=dict, hash=False)
@@ -126,6 +127,10 @@ def make_cache_inputs(
         arguments["max_seqlen_q"] = max(case.queries, default=0)
     if case.leftpad:
         arguments["cache_leftpad"] = torch.tensor(case.leftpad, dtype=torch.int32, device=device)
+    if case.tree:
+        seen = torch.rand(*shape, max(case.queries), generator=generator) < 0.5
+        seen[..., 0] = True
+        arguments["tree_mask"] = words_of(seen).to(device)
     if case.sinks:
         arguments["sinks"] = torch.randn(case.num_heads_q, generator=generator).to(device)
     if case.descales:
@@ -168,6 +173,17 @@ def _descales(case: CacheCase, lead: int, tokens: int) -> list[Tensor]:
     size = 1 if case.descales == "pages" else tokens
     shape = lead, size, case.num_heads_kv
     return [torch.full(shape, math.nan) for _ in range(2 * (case.descales in OF_KEYS))]
+
+
+def words_of(seen: Tensor) -> Tensor:
+    """A ``tree_mask`` of bools (..., new tokens)."""
+    seen = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    words = (seen.long() << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def bits_of(tree_mask: Tensor) -> Tensor:
+    return ((tree_mask.long().unsqueeze(-1) >> torch.arange(32)) & 1).bool().flatten(-2)
 
 
 def _without_hidden(case: CacheCase, index: int, x: Tensor) -> Tensor:
@@ -240,6 +256,10 @@ def cache_attention(
         rows = slice(begin, begin + seqlen_q)
         begin += seqlen_q
         hidden = _hidden(case, index, seqlen_q)
+        if case.tree:
+            tree = bits_of(given["tree_mask"].flatten(0, -2)[rows])
+            first = max(0, seqlen_q - case.seqlens[index])  # new tokens that no key is left of
+            hidden[:, case.seqlens[index] - (seqlen_q - first) :] = ~tree[:, first:seqlen_q]
         for head in range(case.num_heads_q):
             k, v = (x[index][:, head // group].to(dtype) for x in (inputs.k, inputs.v))
             v = v.abs() if of_magnitudes else v
@@ -256,7 +276,7 @@ def _hidden(case: CacheCase, index: int, seqlen_q: int) -> Tensor:
     queries, keys = torch.arange(seqlen_q), torch.arange(length)
     distance = keys - (queries + length - seqlen_q).unsqueeze(1)
     left, right = case.options.get("window_size", (-1, -1))
-    if case.options.get("causal"):
+    if case.options.get("causal") and not case.tree:
         right = 0
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left >= 0:

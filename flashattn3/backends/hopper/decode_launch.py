@@ -39,7 +39,8 @@ ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
 DECODE_ROWS = 192
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
-_KEPT_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - {"scheduler_metadata"}
+_NOT_KEPT = {"scheduler_metadata", "tree_mask"}
+_KEPT_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - _NOT_KEPT
 
 
 class KernelLaunch(NamedTuple):
@@ -203,6 +204,8 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
     caches = sorted(problem.misaligned - {"q"})
     if caches:
         return f"copies 16 bytes at once: rows of {caches[0]} begin at other addresses"
+    if problem.tree_words:
+        return "hides new tokens by their positions alone, not by a tree_mask"
     if problem.split_tokens:
         return "cuts keys into equal shares of all SMs, not into spans (split_tokens)"
     if problem.num_splits > 1:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 import torch
 
-from ...call.cached import DecodeTensors
 from ...call.fields import ScoreScale
+from ...call.tensor_fields import DECODE_TENSORS
 
 if TYPE_CHECKING:
     from ...call.cached import DecodeProblem
@@ -67,7 +67,7 @@ DecodeRecord = NamedTuple(
 # The arguments of decode after the prepared launch (csrc/torch_binding/decode_op.cpp).
 DECODE_ARGUMENTS = (
     *("lse", "seqlen", "seqlen_new", "max_seqlen_q", "options_hash"),
-    *DecodeTensors._fields,
+    *(field.name for field in DECODE_TENSORS),
 )
 LARGEST_WINDOW = 2**30  # no distance of two positions is larger
 

@@ -20,6 +20,7 @@ from ...call.eight_bits import rounded, with_descale
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
 from .rotary import rotated
 from .spans import attend_spans, tokens_at_once
+from .visibility import hidden_by_tree, hidden_keys
 
 if TYPE_CHECKING:
     from ...call.cached import AppendTensors, CacheProblem, DecodeProblem, DecodeTensors, Lengths
@@ -187,6 +188,9 @@ def _decode(
     flat = q.new_zeros((*shape, problem.head_dim_v), dtype=out.dtype)
     flat_lse = lse.new_full(shape, -math.inf)
     rows = q.reshape(-1, *q.shape[-2:]).to(_wide(q.dtype) if q.dtype == FP8 else q.dtype)
+    tree = tensors.tree_mask
+    if tree is not None:
+        tree = tree.reshape(-1, tree.shape[-1])
     for index in range(batch):
         row = torch.tensor(index, device=device)
         if tensors.cache_batch_idx is not None:
@@ -207,10 +211,10 @@ def _decode(
             token = torch.arange(first, min(first + chunk, bound), device=device)
             place = torch.where(token < seqlens_q[index], begins[index] + token, total_q)
             some = rows[place.clamp(max=max(0, total_q - 1))]
-            positions = token + totals[index] - seqlens_q[index]
-            found = _rows(
-                problem, tensors, some, keys, index, totals[index], positions, fits[index]
-            )
+            diagonal = totals[index] - seqlens_q[index]
+            of_sequence = keys, index, totals[index], token + diagonal, fits[index]
+            words = None if tree is None else tree[place.clamp(max=max(0, total_q - 1))]
+            found = _rows(problem, tensors, some, *of_sequence, words, diagonal)
             flat[place], flat_lse[place] = found[0].to(out.dtype), found[1].to(lse.dtype)
     out.copy_(flat[:-1].view(out.shape))
     flat_lse = flat_lse[:-1]
@@ -255,15 +259,19 @@ def _rows(
     length: Tensor,
     positions: Tensor,
     fits: Tensor,
+    tree: Tensor | None,
+    diagonal: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """out (tokens, heads, dv) and lse (tokens, heads) of some queries of one sequence.
 
-    length: keys of the sequence. positions: of the queries, in keys.
+    length: keys of the sequence. positions: of the queries, in keys. tree: their words.
+    diagonal: the key of the first new token.
     """
     wide, heads_kv = _wide(q.dtype), problem.num_heads_kv
     q = q.to(wide).unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)  # heads_kv, group, tokens, d
     k, v = keys.k.transpose(0, 1), keys.v.transpose(0, 1)
     scale = problem.score_scale
+    leftpad = None if tensors.cache_leftpad is None else tensors.cache_leftpad[index]
 
     def shown(scores: Tensor, first_key: int) -> Tensor:
         for descale, kind in ((tensors.q_descale, None), (tensors.k_descale, problem.k_descale)):
@@ -275,7 +283,9 @@ def _rows(
         lost = keys.lost[first_key : first_key + scores.shape[-1]]
         lost = torch.nn.functional.pad(lost, (0, scores.shape[-1] - lost.shape[0]))
         scores = torch.where(lost, math.nan, scores)
-        hidden = _hidden(problem, tensors, index, positions, position) | (position >= length)
+        hidden = hidden_keys(problem, leftpad, positions, position) | (position >= length)
+        if tree is not None:
+            hidden |= hidden_by_tree(tree, position - diagonal)
         return scores.masked_fill(hidden, -math.inf)
 
     q = q * scale.softmax_scale
@@ -297,21 +307,6 @@ def _rows(
     poison = torch.where(fits, 0.0, math.nan).to(wide)
     out, lse = out.flatten(1, 2) + poison, lse.permute(2, 0, 1).flatten(1, 2) + poison
     return out, lse
-
-
-def _hidden(
-    problem: DecodeProblem, tensors: DecodeTensors, index: int, queries: Tensor, keys: Tensor
-) -> Tensor:
-    """(queries, keys): causal mask, window and left padding."""
-    distance = keys - queries.unsqueeze(1)
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if problem.window_left >= 0:
-        hidden |= distance < -problem.window_left
-    if problem.window_right >= 0:
-        hidden |= distance > problem.window_right
-    if tensors.cache_leftpad is not None:
-        hidden |= keys < tensors.cache_leftpad[index]
-    return hidden
 
 
 def _append(problem, tensors: AppendTensors, lengths: Lengths) -> None:

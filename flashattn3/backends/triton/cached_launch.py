@@ -80,6 +80,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
         numbers = (
             *places[3:],
             0 if tensors.page_table is None else tensors.page_table.stride(0),
+            *_tree_strides(tensors.tree_mask),
             *(_pair_strides(*_descales(tensors)) if has_descales else no_strides),
             *seqlens,
             capacity,
@@ -139,6 +140,11 @@ def _pair_strides(*descales: Tensor | None) -> tuple[int, ...]:
     return tuple(step for x in descales for step in ((0, 0) if x is None else x.stride()))
 
 
+def _tree_strides(tree: Tensor | None) -> tuple[int, int]:
+    """(batch, sequence)."""
+    return (0, 0) if tree is None else (0, *tree.stride())[-3:-1]
+
+
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
     dims = problem.head_dim, problem.head_dim_v
     alike = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_alike(*dims), strict=True))
@@ -158,6 +164,7 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "LEFT": problem.window_left >= 0,
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": capping(problem.score_scale),
+        "TREE_WORDS": problem.tree_words,
     }
     if tile.num_stages == 1 or is_elementwise(*dims) or problem.split_tokens:
         constants |= alike

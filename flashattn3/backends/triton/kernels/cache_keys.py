@@ -59,6 +59,17 @@ def load_rows(pointers, exists, columns, num_columns, MASKED: tl.constexpr, PADD
 
 
 @triton.jit
+def in_tree(low, high, tokens, WORDS: tl.constexpr):
+    """Whether rows see keys by their words of tree_mask. tokens: of each key its number among the
+    new tokens, negative for an older key, which all rows see."""
+    word = low[:, None]
+    if WORDS == 2:
+        word = tl.where((tokens >= 32)[None, :], high[:, None], word)
+    shown = ((word >> (tokens & 31)[None, :]) & 1) == 1
+    return (tokens < 0)[None, :] | (shown & (tokens < 32 * WORDS)[None, :])
+
+
+@triton.jit
 def edges_within(edges, first_key, last_key, KEYS: tl.constexpr):
     """The edges of ``n_block_range``, cut to [first_key, last_key). KEYS divides
     first_key."""
@@ -86,6 +97,8 @@ def attend_keys(
     readable,
     cache_leftpad,
     leftpad,
+    tree_low,
+    tree_high,
     tokens,
     length_k,
     diagonal,
@@ -103,6 +116,7 @@ def attend_keys(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TREE_WORDS: tl.constexpr,
 ):
     """Attend to the keys within the edges, KEYS at a time: the accumulator, sum and maximum (log2)
     of each row, and NaN if the page of a key does not exist, else 0."""
@@ -140,6 +154,9 @@ def attend_keys(
                     )  # fmt: skip
                     if cache_leftpad is not None:
                         seen = seen & (first_key + key_offsets >= leftpad)[None, :]
+                    if TREE_WORDS > 0:
+                        new = first_key + key_offsets - diagonal
+                        seen = seen & in_tree(tree_low, tree_high, new, TREE_WORDS)
                     scores = tl.where(seen, scores, float("-inf"))
                 step = 1.0 if SOFTCAP else factor
                 new_max = tl.maximum(row_max, tl.max(scores, 1) * step)

@@ -18,6 +18,10 @@ from .score_terms import with_sink
 from .spans import finish_spans, join_span
 
 CHUNK = tl.constexpr(128)  # sequences in one step of the prefix sum
+# Layout of the scheduler metadata, as in flashattn3/call/scheduler_metadata.py.
+HEADER = tl.constexpr(2)
+PER_SEQUENCE = tl.constexpr(4)
+MAGIC = tl.constexpr(0x6B763031)
 # Units of a part that was not asked for, at least: shorter ones cost more than idle SMs.
 MIN_UNITS = tl.constexpr(2)
 
@@ -50,6 +54,21 @@ def query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch):
         end = tl.minimum(tl.maximum(end, start), total_q)
         length = tl.minimum(end - start, seqlen_q)
     return start, length
+
+
+@triton.jit
+def metadata_poison(metadata, options_hash, batch_idx, given, new, queries, cache_leftpad):
+    """NaN if the scheduler metadata was made for another call, else 0."""
+    fits = tl.load(metadata) == MAGIC
+    fits = fits & (tl.load(metadata + 1) == options_hash)
+    own = metadata + HEADER + batch_idx * PER_SEQUENCE
+    fits = fits & (tl.load(own) == given) & ((new == 0) | (tl.load(own + 1) == new))
+    fits = fits & (tl.load(own + 2) == queries)
+    leftpad = 0
+    if cache_leftpad is not None:
+        leftpad = tl.load(cache_leftpad + batch_idx)
+    fits = fits & (tl.load(own + 3) == leftpad)
+    return tl.where(fits, 0.0, float("nan"))
 
 
 @triton.jit

@@ -14,32 +14,20 @@ import triton
 import triton.language as tl
 
 from .cache_keys import attend_keys, edges_within
-from .cache_parts import find_work, key_lengths, keys_of_part, m_block_at, query_span
+from .cache_parts import (
+    find_work,
+    key_lengths,
+    keys_of_part,
+    m_block_at,
+    metadata_poison,
+    query_span,
+)
 from .common import LN2, n_block_range, round_down, store_tile, strides_of, tile_offsets
 from .score_terms import with_sink
 from .spans import finish_spans, join_span, part_of_span
 
-# Layout of the scheduler metadata, as in flashattn3/call/scheduler_metadata.py.
-HEADER = tl.constexpr(2)
-PER_SEQUENCE = tl.constexpr(4)
-MAGIC = tl.constexpr(0x6B763031)
 # Replaces a score factor of 0, with which -inf would become NaN.
 SMALLEST_FACTOR = tl.constexpr(2.0**-100)
-
-
-@triton.jit
-def metadata_poison(metadata, options_hash, batch_idx, given, new, queries, cache_leftpad):
-    """NaN if the scheduler metadata was made for another call, else 0."""
-    fits = tl.load(metadata) == MAGIC
-    fits = fits & (tl.load(metadata + 1) == options_hash)
-    own = metadata + HEADER + batch_idx * PER_SEQUENCE
-    fits = fits & (tl.load(own) == given) & ((new == 0) | (tl.load(own + 1) == new))
-    fits = fits & (tl.load(own + 2) == queries)
-    leftpad = 0
-    if cache_leftpad is not None:
-        leftpad = tl.load(cache_leftpad + batch_idx)
-    fits = fits & (tl.load(own + 3) == leftpad)
-    return tl.where(fits, 0.0, float("nan"))
 
 
 @triton.jit
@@ -62,6 +50,7 @@ def attend_part(
     v_descale,
     sinks,
     metadata,
+    tree_mask,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -77,6 +66,8 @@ def attend_part(
     lse_stride_b,
     lse_stride_h,
     table_stride,
+    tree_stride_b,
+    tree_stride_s,
     q_descale_stride_b,
     q_descale_stride_h,
     k_descale_stride_b,
@@ -112,6 +103,7 @@ def attend_part(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TREE_WORDS: tl.constexpr,
     batch_idx,
     part,
     units,
@@ -161,6 +153,9 @@ def attend_part(
         begin = tl.maximum(begin, round_down(leftpad, KEYS))
         full_begin = tl.maximum(full_begin, tl.cdiv(leftpad, KEYS) * KEYS)
         full_end = tl.maximum(full_end, full_begin)
+    if TREE_WORDS > 0:
+        full_end = tl.minimum(full_end, round_down(tl.maximum(diagonal, 0), KEYS))
+        full_end = tl.maximum(full_end, full_begin)
     # What is before the first visible key may be anything: pages given back, padding.
     lowest = leftpad
     if LEFT:
@@ -191,6 +186,15 @@ def attend_part(
         mask=valid[:, None] & (columns < HEAD_DIM)[None, :],
         other=0.0,
     )
+    tree_low = tokens
+    tree_high = tokens
+    if TREE_WORDS > 0:
+        words = (
+            tree_mask + batch_64 * tree_stride_b + (start_q + tokens).to(tl.int64) * tree_stride_s
+        )
+        tree_low = tl.load(words, mask=valid, other=0)
+        if TREE_WORDS == 2:
+            tree_high = tl.load(words + 1, mask=valid, other=0)
     if q_descale is not None:
         scale_log2 *= tl.load(
             q_descale + batch_64 * q_descale_stride_b + head_kv * q_descale_stride_h
@@ -223,9 +227,9 @@ def attend_part(
             acc, row_sum, row_max, lost = attend_keys(
                 q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, table_row,
                 num_pages, edges_within(edges, span, span + UNIT, KEYS), lowest, readable,
-                cache_leftpad, leftpad, tokens, length_k, diagonal, window_left, window_right,
-                factor, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE,
-                LEFT, RIGHT, SOFTCAP,
+                cache_leftpad, leftpad, tree_low, tree_high, tokens, length_k, diagonal,
+                window_left, window_right, factor, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS,
             )  # fmt: skip
             part_out, part_lse = part_of_span(acc, row_sum, row_max, of_v)
             out, total, lse = join_span(out, total, lse, part_out, part_lse + (poison + lost))
@@ -235,9 +239,9 @@ def attend_part(
     else:
         acc, row_sum, row_max, lost = attend_keys(
             q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, table_row,
-            num_pages, edges, lowest, readable, cache_leftpad, leftpad, tokens, length_k, diagonal,
-            window_left, window_right, factor, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-            ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP,
+            num_pages, edges, lowest, readable, cache_leftpad, leftpad, tree_low, tree_high,
+            tokens, length_k, diagonal, window_left, window_right, factor, cap_log2, HEAD_DIM,
+            HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS,
         )  # fmt: skip
         poison += lost
         acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)
@@ -269,7 +273,8 @@ def attend_part(
     do_not_specialize=[
         "out_parts", "lse_parts", "cache_seqlens", "page_table", "cache_batch_idx",
         "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale",
-        "sinks", "metadata", "lse_ptr", "lse_stride_b", "lse_stride_h", "table_stride",
+        "sinks", "metadata", "tree_mask", "lse_ptr", "lse_stride_b", "lse_stride_h", "table_stride",
+        "tree_stride_b", "tree_stride_s",
         "q_descale_stride_b", "q_descale_stride_h", "k_descale_stride_b", "k_descale_stride_h",
         "v_descale_stride_b", "v_descale_stride_h", "batch", "seqlen_q", "total_q", "seqlen_k",
         "seqlen_new", "capacity", "num_caches", "num_pages", "num_heads_kv", "num_ctas",
@@ -295,6 +300,7 @@ def decode_kernel(
     v_descale,
     sinks,
     metadata,
+    tree_mask,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -310,6 +316,8 @@ def decode_kernel(
     lse_stride_b,
     lse_stride_h,
     table_stride,
+    tree_stride_b,
+    tree_stride_s,
     q_descale_stride_b,
     q_descale_stride_h,
     k_descale_stride_b,
@@ -349,6 +357,7 @@ def decode_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TREE_WORDS: tl.constexpr,
 ):
     """One part of one tile of packed rows. Grid: as many parts as there can be.
 
@@ -372,14 +381,16 @@ def decode_kernel(
             attend_part(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, out_parts, lse_parts, cache_seqlens,
                 page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
-                q_descale, k_descale, v_descale, sinks, metadata, q_stride_b, q_stride_s,
+                q_descale, k_descale, v_descale, sinks, metadata, tree_mask, q_stride_b, q_stride_s,
                 q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
                 v_stride_h, out_stride_b, out_stride_s, out_stride_h, lse_stride_b,
-                lse_stride_h, table_stride, q_descale_stride_b, q_descale_stride_h,
+                lse_stride_h, table_stride, tree_stride_b, tree_stride_s,
+                q_descale_stride_b, q_descale_stride_h,
                 k_descale_stride_b, k_descale_stride_h, v_descale_stride_b, v_descale_stride_h,
                 batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, num_caches, num_pages,
                 num_heads_kv, options_hash, window_left, window_right, scale_log2, cap_log2,
                 STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, GROUP, SLOT_M,
                 FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N, UNIT, SPANS,
-                PAGE_SIZE, LEFT, RIGHT, SOFTCAP, batch_idx, part, units, num_parts, slot,
+                PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS, batch_idx, part, units, num_parts,
+                slot,
             )  # fmt: skip

@@ -1,0 +1,86 @@
+"""Cached calls whose new tokens are a tree: ``tree_mask``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import TRITON_DTYPES
+from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs, words_of
+
+import flashattn3
+from flashattn3 import flash_attn_func, flash_attn_with_kvcache
+
+CAUSAL = {"causal": True}
+CASES = (
+    CacheCase("one-word", (40, 17, 3), 7, page_size=16, tree=True, options=CAUSAL),
+    CacheCase("two-words", (64, 140), 64, page_size=16, tree=True, options=CAUSAL),
+    CacheCase("ragged", (40, 17, 70), (3, 1, 50), tree=True, sinks=True, options=CAUSAL),
+    CacheCase("more-queries-than-keys", (0, 2, 9), 5, tree=True, options=CAUSAL),
+    CacheCase("spans", (300, 40), 33, tree=True, options={"causal": True, "split_tokens": 128}),
+)
+BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITON_DTYPES)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_float64(case, backend, dtype, device, poisoned_memory):
+    inputs = make_cache_inputs(case, device, dtype)
+    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_path_of_a_tree_is_a_sequence(backend, device):
+    """Two branches behind a common node: each leaf has the result of its own path of tokens."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 1, 24, 2, 32, generator=generator).to(device, torch.float16)).unbind()
+    paths = ([0], [0, 1], [0, 2], [0, 1, 3])
+    seen = torch.zeros(1, 4, 4, dtype=torch.bool)
+    for node, path in enumerate(paths):
+        seen[0, node, path] = True
+    tree = words_of(seen).to(device)
+    out = flash_attn_with_kvcache(q[:, 20:], k, v, causal=True, tree_mask=tree, backend=backend)
+    for node, path in enumerate(paths):
+        keys = [*range(20), *(20 + token for token in path)]
+        alone = flash_attn_func(q[:, 20 + node, None], k[:, keys], v[:, keys], backend="reference")
+        torch.testing.assert_close(out[:, node], alone[:, 0], rtol=2e-3, atol=2e-3)
+
+
+def words(*shape: int, dtype=torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+REFUSED = [
+    ({"tree_mask": words(2, 3, 1), "causal": False}, "causal must be True with tree_mask"),
+    ({"tree_mask": words(2, 3, 2)}, "tree_mask.shape must be (2, 3, 1), a bit for each new token"),
+    ({"tree_mask": words(2, 2, 1)}, "tree_mask.shape must be (2, 3, 1)"),
+    ({"tree_mask": words(2, 3)}, "tree_mask.shape must be (2, 3, 1)"),
+    ({"tree_mask": words(2, 3, 1).long()}, "tree_mask.dtype must be torch.int32"),
+    ({"tree_mask": words(2, 3, 1).to("meta")}, "tree_mask.device must be cpu"),
+    (
+        {"tree_mask": words(2, 40, 4)[..., ::2], "q": torch.zeros(2, 40, 2, 16)},
+        "tree_mask.stride(-1) must be 1",
+    ),
+    (
+        {"tree_mask": words(2, 65, 3), "q": torch.zeros(2, 65, 2, 16)},
+        "q.shape[1] must be at most 64 with tree_mask, got 65",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "text"), REFUSED)
+def test_invalid_trees_have_an_error(changed, text):
+    cache = torch.zeros(2, 80, 2, 16)
+    call = {"q": cache[:, :3], "k_cache": cache, "v_cache": cache, "causal": True, **changed}
+    with pytest.raises(ValueError) as raised:
+        flash_attn_with_kvcache(**call)
+    assert text in str(raised.value)
+
+
+def test_no_compiled_kernel_takes_a_tree():
+    cache = torch.zeros(1, 80, 2, 64, dtype=torch.float16, device="meta")
+    call = {"tree_mask": words(1, 3, 1).to("meta"), "causal": True, "device": "cpu"}
+    explained = flashattn3.explain_with_kvcache(cache[:, :3], cache, cache, **call)
+    assert explained.backend in ("triton", "reference")
