@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from flashattn3.backends.triton.cache_tiles import CacheTile
 from flashattn3.backends.triton.cached_launch import (
     append_launch,
@@ -10,7 +12,9 @@ from flashattn3.backends.triton.cached_launch import (
 )
 from flashattn3.backends.triton.kernels.launch import Launch
 from flashattn3.call.cached import AppendProblem, DecodeProblem
-from flashattn3.call.dtypes import NAMES
+from flashattn3.call.dtypes import FP8, INT8, NAMES
+
+TYPES = NAMES | {FP8: "u8", INT8: "i8", torch.float32: "fp32"}  # Triton's names
 
 
 def sample_launches(
@@ -20,7 +24,8 @@ def sample_launches(
 
     The sinks are float32. padding: elements between two rows of q, k, v and out.
     """
-    of = NAMES[problem.dtype]
+    of, stored = TYPES[problem.dtype], TYPES[problem.cache_dtype]
+    of_out, new = TYPES[problem.out_dtype], TYPES[appended.dtype]
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad")
     index_names += ("cu_seqlens_q", "cu_seqlens_k_new")
     float_names = ("q_descale", "k_descale", "v_descale", "sinks")
@@ -39,20 +44,22 @@ def sample_launches(
     lengths_of = (indices[0], *indices[3:], floats[3])
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", *index_names[4:])
     tables = ("rotary_cos", "rotary_sin"), ("rotary_seqlens",), ("k_descale", "v_descale")
-    append_types = [of] * 6 + kinds(index_names, "i32", appended.given)
+    append_types = [new, new, *2 * (TYPES[appended.cache_dtype],), new, new]
+    append_types += kinds(index_names, "i32", appended.given)
     append_types += kinds(tables[0], "fp32", appended.given)
     append_types += kinds(tables[1], "i32", appended.given)
-    append_types += kinds(tables[2], "fp32", appended.given)
+    written = frozenset(name.removesuffix("_out") for name in appended.given)
+    append_types += kinds(tables[2], "fp32", written)
     return {
         "decode": decode_launch(problem, tile).sample(
-            (of, of, of, of, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
+            (of, stored, stored, of_out, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
             (*of_k, *of_k, *of_v, *of_v),
             (64,) * 23 + factors,
         ),
         "combine_parts": combine_parts_launch(problem, tile).sample(
-            ("fp32", "fp32", of, "fp32", *lengths_of), (), (64,) * 16
+            ("fp32", "fp32", of_out, "fp32", *lengths_of), (), (64,) * 16
         ),
         "append": append_launch(appended, tile).sample(
-            tuple(append_types), (*of_k, *of_v, *of_k, *of_v, *of_k, *of_k), (64,) * 18
+            tuple(append_types), (*of_k, *of_v, *of_k, *of_v, *of_k, *of_k), (64,) * 20
         ),
     }

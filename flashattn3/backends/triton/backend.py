@@ -24,6 +24,7 @@ from .cache_tiles import select_tile
 from .columns import widest
 from .config import TCGEN05, TritonConfig
 from .tile_configs import (
+    FIRST_WITH_FP8,
     MAX_HEAD_DIM,
     MIN_SHARED_MEMORY_KIB,
     Tile,
@@ -38,7 +39,6 @@ SPLIT_KEYS = 8192
 # SMs for a work tile of many packed rows from which on packing is faster than splits of others.
 SMS_PER_TILE = 8
 FEW_ROWS = 16  # of a sequence, on average: dq_accum, in float32, has 128 rows for each
-FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 tensor cores
 
 
 @dataclass(frozen=True)

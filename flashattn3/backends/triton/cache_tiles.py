@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...call.cached import CacheProblem, DecodeProblem
 from ..device import DeviceInfo
 from .columns import widest
-from .tile_configs import Tile, select_tile_config
+from .tile_configs import FIRST_WITH_FP8, Tile, select_tile_config
 
 TILE_BYTES = 16 * 1024  # of K or of V in one stage
 # With three stages of K and V two programs share the 227 KiB of a Hopper SM, one has the 163 of an
@@ -30,7 +30,7 @@ class CacheTile(NamedTuple):
 
     few_m, few_n: of sequences with at most few_m packed rows; 0 where all have block_m.
     slot_m: rows of a part in the workspace: block_m, or fewer where no call has as many.
-    arch: as in ``TritonConfig``.
+    native_fp8: whether the GPU converts e4m3. arch: as in ``TritonConfig``.
     """
 
     block_m: int
@@ -41,6 +41,7 @@ class CacheTile(NamedTuple):
     slot_m: int
     few_m: int = 0
     few_n: int = 0
+    native_fp8: bool = False
     arch: str | None = None
 
     def describe(self) -> dict[str, object]:
@@ -89,8 +90,9 @@ def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
     a batch that has both a sequence of few rows gets its own tile.
     """
     arch = None if device.lowering == device.capability else f"sm{device.lowering}"
+    native_fp8 = (device.lowering or 0) >= FIRST_WITH_FP8
     if not isinstance(problem, DecodeProblem):
-        return CacheTile(0, 0, 4, 2, 0, 0, arch=arch)
+        return CacheTile(0, 0, 4, 2, 0, 0, native_fp8=native_fp8, arch=arch)
     few = _tile_of_few_rows(problem, device)
     tile, few_m, few_n = few, 0, 0
     if problem.split_tokens:
@@ -116,6 +118,7 @@ def select_tile(problem: CacheProblem, device: DeviceInfo) -> CacheTile:
         slot_m=slot_m,
         few_m=few_m,
         few_n=few_n,
+        native_fp8=native_fp8,
         arch=arch,
     )
 

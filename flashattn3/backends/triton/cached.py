@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...call.cache_descales import OF_KEYS
 from ...call.cached import CombineProblem, DecodeProblem
-from ...call.dtypes import SIXTEEN_BIT
+from ...call.dtypes import FP8, SIXTEEN_BIT
 from ..base import head_dim_reason, score_factor_reason
 from .cache_tiles import CacheTile
 from .tile_configs import MAX_HEAD_DIM
@@ -84,15 +83,12 @@ def decline_reason(problem: CacheProblem) -> str | None:
     """Why no kernel takes the problem, or None."""
     combines = isinstance(problem, CombineProblem)
     legal = COMBINE_DTYPES if combines else SIXTEEN_BIT
+    if isinstance(problem, DecodeProblem) and problem.dtype == FP8:
+        legal = (*COMBINE_DTYPES, FP8)
     if problem.dtype not in legal:
         return f"takes {', '.join(map(str, legal))}, not {problem.dtype}"
     if problem.out_dtype not in legal:
         return f"writes {', '.join(map(str, legal))}, not {problem.out_dtype}"
-    if not combines and problem.cache_dtype not in SIXTEEN_BIT:
-        return f"reads caches of 16 bits, not {problem.cache_dtype}"
-    for name in () if combines else ("k_descale", "v_descale"):
-        if getattr(problem, name) in OF_KEYS:
-            return f"takes a descale for each head of a sequence, {name} has those of others"
     reason = None if combines else head_dim_reason(problem, MAX_HEAD_DIM)
     if reason is None and isinstance(problem, DecodeProblem):
         return score_factor_reason(problem, 100, torch.float32)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...call.cache_descales import HEADS, OF_KEYS, PAGES, TOKENS, kind_of
 from ...call.cached import new_out, query_sizes
-from ...call.tensor_fields import WRITTEN_DESCALES
+from ...call.dtypes import EIGHT_BIT, FP8
 from .cache_tiles import EVERY_SPAN, CacheTile
 from .columns import blocks_alike, padded
 from .kernels import append, cache_parts, combine, decode
@@ -44,7 +45,8 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     slot_m, heads_kv = tile.slot_m, problem.num_heads_kv
     varlen, dim_v = problem.varlen, problem.head_dim_v
     has_descales = any(name.endswith("descale") for name in problem.given)
-    no_strides = (0,) * 6  # of q_descale, k_descale and v_descale
+    eight_bits, dtype = problem.cache_dtype == FP8, problem.out_dtype
+    no_strides = (0,) * 8  # of q_descale, k_descale and v_descale
     programs_per_tile = tile.slot_m // join.constants["ROWS"]
     window_left = min(problem.window_left, LARGEST_WINDOW)
     factors = (
@@ -56,7 +58,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     def run(
         out: Tensor | None, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
     ) -> Tensor:
-        out = new_out(tensors) if out is None else out
+        out = new_out(tensors, dtype) if out is None else out
         if varlen:  # no kernel writes rows of no sequence
             out.zero_()
             lse.fill_(-inf)
@@ -74,14 +76,14 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
             lse_parts = out.new_empty((slots, slot_m), dtype=torch.float32)
         else:
             out_parts = lse_parts = lse
-        q, k, v = tensors[:3]
+        q, k, v = map(as_bytes, tensors[:3]) if eight_bits else tensors[:3]
         places = (*_strides(out, varlen), *_lse_strides(lse, varlen))
         seqlens = (batch, seqlen_q, total_q, min(seqlen_k, capacity + 1), lengths.seqlen_new)
         numbers = (
             *places[3:],
             0 if tensors.page_table is None else tensors.page_table.stride(0),
             *_tree_strides(tensors.tree_mask),
-            *(_pair_strides(*_descales(tensors)) if has_descales else no_strides),
+            *(_descale_strides(tensors) if has_descales else no_strides),
             *seqlens,
             capacity,
             num_caches,
@@ -113,8 +115,28 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     return run
 
 
-def _descales(tensors: DecodeTensors) -> tuple[Tensor | None, ...]:
-    return tensors.q_descale, tensors.k_descale, tensors.v_descale
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of e4m3, which Triton has as a type on some GPUs only."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
+def _descale_strides(tensors: DecodeTensors) -> tuple[int, ...]:
+    """(batch, head) of q's descales, and (batch, token, head) of K's and of V's; batch: of pages or
+    caches where these, or tokens, have descales."""
+    of_q = tensors.q_descale
+    return (
+        *((0, 0) if of_q is None else of_q.stride()),
+        *_key_strides(tensors.k_descale, tensors.k_cache),
+        *_key_strides(tensors.v_descale, tensors.v_cache),
+    )
+
+
+def _key_strides(descale: Tensor | None, cache: Tensor) -> tuple[int, int, int]:
+    kind = kind_of(descale, cache)
+    if kind is None:
+        return 0, 0, 0
+    batch, *token, head = descale.stride()
+    return batch, token[0] if kind == TOKENS else 0, head
 
 
 def sizes_of(cache: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
@@ -133,11 +155,6 @@ def _strides(x: Tensor, varlen: bool = False) -> tuple[int, ...]:
 
 def _lse_strides(lse: Tensor, varlen: bool) -> tuple[int, int]:
     return (0, lse.stride(0)) if varlen else lse.stride()[:2]
-
-
-def _pair_strides(*descales: Tensor | None) -> tuple[int, ...]:
-    """(batch, head) strides of descales."""
-    return tuple(step for x in descales for step in ((0, 0) if x is None else x.stride()))
 
 
 def _tree_strides(tree: Tensor | None) -> tuple[int, int]:
@@ -165,8 +182,14 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "RIGHT": problem.window_right >= 0,
         "SOFTCAP": capping(problem.score_scale),
         "TREE_WORDS": problem.tree_words,
+        "K_OF_KEYS": problem.k_descale in OF_KEYS,
+        "V_OF_KEYS": problem.v_descale in OF_KEYS,
+        "NATIVE_FP8": tile.native_fp8,
     }
-    if tile.num_stages == 1 or is_elementwise(*dims) or problem.split_tokens:
+    # Keys that are widened are not pipelined any more: they take turns with values.
+    widens = problem.cache_dtype in EIGHT_BIT
+    alike_too = widens or problem.split_tokens
+    if alike_too or tile.num_stages == 1 or is_elementwise(*dims):
         constants |= alike
     return VariableLaunch(decode.decode_kernel, 4, constants, _part_options(problem, tile), alike)
 
@@ -233,7 +256,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
         cos = tensors.rotary_cos
         launch(
             (ceil(max(num_rows_k, num_rows_q) / APPEND_ROWS), 2 * heads_kv + heads_q, 1),
-            tensors[: -len(WRITTEN_DESCALES)],
+            _append_tensors(tensors),
             (
                 *_strides(k, varlen),
                 *_strides(v, varlen),
@@ -245,7 +268,8 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
             (
                 0 if tensors.page_table is None else tensors.page_table.stride(0),
                 0 if cos is None else cos.stride(0),
-                *_pair_strides(tensors.k_descale, tensors.v_descale),
+                *_key_strides(*_descale_of("k", tensors)),
+                *_key_strides(*_descale_of("v", tensors)),
                 batch,
                 num_rows_q,
                 num_rows_k,
@@ -264,6 +288,29 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
     return run
 
 
+# Of an append: constexpr arguments of its kernel by the kind of a descale.
+_DESCALE_OF = {
+    None: append.PER_SEQUENCE.value,
+    HEADS: append.PER_SEQUENCE.value,
+    PAGES: append.PAGES.value,
+    TOKENS: append.TOKENS.value,
+}
+
+
+def _descale_of(name: str, tensors: AppendTensors) -> tuple[Tensor | None, Tensor]:
+    """The descale by which new tokens are divided, or which is written, and the cache."""
+    written = getattr(tensors, f"{name}_descale_out")
+    given = getattr(tensors, f"{name}_descale")
+    return given if written is None else written, getattr(tensors, f"{name}_cache")
+
+
+def _append_tensors(tensors: AppendTensors) -> tuple[Tensor | None, ...]:
+    """Those of the kernel, which has one pointer for a descale that is given or written."""
+    caches = map(as_bytes, tensors[2:4])
+    others = tensors[4 : tensors._fields.index("k_descale")]
+    return *tensors[:2], *caches, *others, *(_descale_of(name, tensors)[0] for name in "kv")
+
+
 def append_launch(problem: AppendProblem, tile: CacheTile) -> VariableLaunch:
     constants = {
         "STRIDE_UNIT": 1,
@@ -273,6 +320,8 @@ def append_launch(problem: AppendProblem, tile: CacheTile) -> VariableLaunch:
         "INTERLEAVED": problem.rotary_interleaved,
         "ONE_Q_POSITION": problem.one_q_position,
         "PAGE_SIZE": problem.page_size,
+        "K_DESCALE": _DESCALE_OF[problem.k_descale],
+        "V_DESCALE": _DESCALE_OF[problem.v_descale],
         "BLOCK": APPEND_ROWS,
     }
     return VariableLaunch(append.append_kernel, 6, constants, _options(tile))

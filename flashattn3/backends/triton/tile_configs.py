@@ -197,6 +197,7 @@ TILE_CONFIGS = (
 )
 # fmt: on
 MAX_HEAD_DIM = max(tile_config.head_dim for tile_config in TILE_CONFIGS)
+FIRST_WITH_FP8 = 89  # lowest compute capability with e4m3 conversions and tensor cores
 MIN_SHARED_MEMORY_KIB = min(tile_config.shared_memory_kib for tile_config in TILE_CONFIGS)
 
 

@@ -5,6 +5,7 @@ softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) over them.
 import triton
 import triton.language as tl
 
+from .cache_bits import in_units, of_keys, widened
 from .common import FULL, round_down, stage_range, tanh_exp2, visible
 
 
@@ -90,6 +91,12 @@ def attend_keys(
     k_stride_s,
     v_stride_b,
     v_stride_s,
+    k_descale,
+    v_descale,
+    k_descale_stride_b,
+    k_descale_stride_s,
+    v_descale_stride_b,
+    v_descale_stride_s,
     table_row,
     num_pages,
     edges,
@@ -117,15 +124,24 @@ def attend_keys(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TREE_WORDS: tl.constexpr,
+    K_OF_KEYS: tl.constexpr,
+    V_OF_KEYS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
     """Attend to the keys within the edges, KEYS at a time: the accumulator, sum and maximum (log2)
-    of each row, and NaN if the page of a key does not exist, else 0."""
+    of each row, and NaN if the page of a key does not exist, else 0.
+
+    k_descale, v_descale: pointers to those of keys, with K_OF_KEYS and V_OF_KEYS.
+    """
+    MATH: tl.constexpr = q.dtype
+    IN_UNITS: tl.constexpr = V_OF_KEYS and q.dtype == tl.float16
     key_offsets = tl.arange(0, KEYS)
     columns = tl.arange(0, BLOCK_D)
     columns_v = tl.arange(0, BLOCK_DV)
     acc = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
     row_sum = tl.zeros((ROWS,), dtype=tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    unit = tl.full((ROWS,), 1.0, dtype=tl.float32)  # of acc
     any_lost = tl.zeros((), tl.int32)
     if PAGE_SIZE % KEYS != 0:
         any_lost = tl.zeros((KEYS,), tl.int32)
@@ -144,7 +160,12 @@ def attend_keys(
                     k_head + k_rows[:, None] + columns[None, :],
                     exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0, HEAD_DIM < BLOCK_D,
                 )  # fmt: skip
-                scores = tl.dot(q, tl.trans(k))
+                scores = tl.dot(q, tl.trans(widened(k, MATH, NATIVE_FP8)))
+                if K_OF_KEYS:
+                    scores *= of_keys(
+                        k_descale, page, row, k_descale_stride_b, k_descale_stride_s, exists,
+                        MASKED or PAGE_SIZE > 0,
+                    )[None, :]  # fmt: skip
                 if SOFTCAP:
                     scores = cap_log2 * tanh_exp2(scores * factor, SOFTCAP)
                 if MASKED:
@@ -172,10 +193,20 @@ def attend_keys(
                     v_head + v_rows[:, None] + columns_v[None, :],
                     exists, columns_v, HEAD_DIM_V, MASKED or PAGE_SIZE > 0, HEAD_DIM_V < BLOCK_DV,
                 )  # fmt: skip
+                v = widened(v, MATH, NATIVE_FP8)
+                if V_OF_KEYS:
+                    p *= of_keys(
+                        v_descale, page, row, v_descale_stride_b, v_descale_stride_s, exists,
+                        MASKED or PAGE_SIZE > 0,
+                    )[None, :]  # fmt: skip
+                    if IN_UNITS:
+                        p, decay, unit = in_units(p, unit * decay)
                 acc = acc * decay[:, None]
                 acc = tl.dot(p.to(v.dtype), v, acc)
                 row_max = new_max
 
     if PAGE_SIZE % KEYS != 0:
         any_lost = tl.max(any_lost, 0)
+    if IN_UNITS:
+        acc = acc * unit[:, None]
     return acc, row_sum, row_max, tl.where(any_lost > 0, float("nan"), 0.0)

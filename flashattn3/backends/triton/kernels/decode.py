@@ -23,6 +23,7 @@ from .cache_parts import (
     query_span,
 )
 from .common import LN2, n_block_range, round_down, store_tile, strides_of, tile_offsets
+from .fp8 import as_float16
 from .score_terms import with_sink
 from .spans import finish_spans, join_span, part_of_span
 
@@ -71,8 +72,10 @@ def attend_part(
     q_descale_stride_b,
     q_descale_stride_h,
     k_descale_stride_b,
+    k_descale_stride_s,
     k_descale_stride_h,
     v_descale_stride_b,
+    v_descale_stride_s,
     v_descale_stride_h,
     batch,
     seqlen_q,
@@ -104,6 +107,9 @@ def attend_part(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TREE_WORDS: tl.constexpr,
+    K_OF_KEYS: tl.constexpr,
+    V_OF_KEYS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     batch_idx,
     part,
     units,
@@ -195,11 +201,13 @@ def attend_part(
         tree_low = tl.load(words, mask=valid, other=0)
         if TREE_WORDS == 2:
             tree_high = tl.load(words + 1, mask=valid, other=0)
+    if q.dtype == tl.uint8:
+        q = as_float16(q, NATIVE_FP8)
     if q_descale is not None:
         scale_log2 *= tl.load(
             q_descale + batch_64 * q_descale_stride_b + head_kv * q_descale_stride_h
         )
-    if k_descale is not None:
+    if k_descale is not None and not K_OF_KEYS:
         scale_log2 *= tl.load(
             k_descale + batch_64 * k_descale_stride_b + head_kv * k_descale_stride_h
         )
@@ -209,27 +217,37 @@ def attend_part(
     k_head = k_ptr + head_kv.to(tl.int64) * k_stride_h
     v_head = v_ptr + head_kv.to(tl.int64) * v_stride_h
     table_row = page_table
+    of_v = 1.0
+    if K_OF_KEYS:
+        k_descale += head_kv * k_descale_stride_h
+    if V_OF_KEYS:
+        v_descale += head_kv * v_descale_stride_h
+    elif v_descale is not None:
+        of_v = tl.load(v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h)
     if PAGE_SIZE == 0:
         k_head += cache_idx.to(tl.int64) * k_stride_b
         v_head += cache_idx.to(tl.int64) * v_stride_b
+        if K_OF_KEYS:
+            k_descale += cache_idx.to(tl.int64) * k_descale_stride_b
+        if V_OF_KEYS:
+            v_descale += cache_idx.to(tl.int64) * v_descale_stride_b
     else:
         table_row += cache_idx.to(tl.int64) * table_stride
     whole = num_parts == 1
-    if v_descale is None:
-        of_v = 1.0
-    else:
-        of_v = tl.load(v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h)
     if SPANS:
         out = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         lse = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         for span in range(round_down(edges[0], UNIT), edges[3], UNIT):
             acc, row_sum, row_max, lost = attend_keys(
-                q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, table_row,
-                num_pages, edges_within(edges, span, span + UNIT, KEYS), lowest, readable,
-                cache_leftpad, leftpad, tree_low, tree_high, tokens, length_k, diagonal,
-                window_left, window_right, factor, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS,
+                q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale,
+                v_descale, k_descale_stride_b, k_descale_stride_s, v_descale_stride_b,
+                v_descale_stride_s, table_row, num_pages,
+                edges_within(edges, span, span + UNIT, KEYS), lowest, readable, cache_leftpad,
+                leftpad, tree_low, tree_high, tokens, length_k, diagonal, window_left,
+                window_right, factor, cap_log2,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT,
+                SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
             )  # fmt: skip
             part_out, part_lse = part_of_span(acc, row_sum, row_max, of_v)
             out, total, lse = join_span(out, total, lse, part_out, part_lse + (poison + lost))
@@ -238,10 +256,13 @@ def attend_part(
             out, lse = out + poison, lse + poison
     else:
         acc, row_sum, row_max, lost = attend_keys(
-            q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, table_row,
-            num_pages, edges, lowest, readable, cache_leftpad, leftpad, tree_low, tree_high,
-            tokens, length_k, diagonal, window_left, window_right, factor, cap_log2, HEAD_DIM,
-            HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS,
+            q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale,
+            v_descale, k_descale_stride_b, k_descale_stride_s, v_descale_stride_b,
+            v_descale_stride_s, table_row, num_pages, edges, lowest, readable, cache_leftpad,
+            leftpad, tree_low, tree_high, tokens, length_k, diagonal, window_left, window_right,
+            factor, cap_log2,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP,
+            TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
         )  # fmt: skip
         poison += lost
         acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)
@@ -275,8 +296,9 @@ def attend_part(
         "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale",
         "sinks", "metadata", "tree_mask", "lse_ptr", "lse_stride_b", "lse_stride_h", "table_stride",
         "tree_stride_b", "tree_stride_s",
-        "q_descale_stride_b", "q_descale_stride_h", "k_descale_stride_b", "k_descale_stride_h",
-        "v_descale_stride_b", "v_descale_stride_h", "batch", "seqlen_q", "total_q", "seqlen_k",
+        "q_descale_stride_b", "q_descale_stride_h", "k_descale_stride_b", "k_descale_stride_s",
+        "k_descale_stride_h", "v_descale_stride_b", "v_descale_stride_s", "v_descale_stride_h",
+        "batch", "seqlen_q", "total_q", "seqlen_k",
         "seqlen_new", "capacity", "num_caches", "num_pages", "num_heads_kv", "num_ctas",
         "num_splits", "options_hash", "window_left", "window_right",
     ]
@@ -321,8 +343,10 @@ def decode_kernel(
     q_descale_stride_b,
     q_descale_stride_h,
     k_descale_stride_b,
+    k_descale_stride_s,
     k_descale_stride_h,
     v_descale_stride_b,
+    v_descale_stride_s,
     v_descale_stride_h,
     batch,
     seqlen_q,
@@ -358,6 +382,9 @@ def decode_kernel(
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TREE_WORDS: tl.constexpr,
+    K_OF_KEYS: tl.constexpr,
+    V_OF_KEYS: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
 ):
     """One part of one tile of packed rows. Grid: as many parts as there can be.
 
@@ -367,6 +394,9 @@ def decode_kernel(
     Sequences of at most FEW_M packed rows have tiles of FEW_M rows by FEW_N keys; FEW_M 0: none
     has. UNIT: keys in which parts are counted, a multiple of BLOCK_N and FEW_N. SPANS: each UNIT
     keys from key 0 are a span of their own (spans.py), and a part is one span or all of a tile.
+    K_OF_KEYS, V_OF_KEYS: whether a descale is of a page or a token, then with the batch stride of
+    pages, or of dense caches, and the stride 0 of the tokens of a page; else of the sequence.
+    e4m3 is passed as bytes. NATIVE_FP8: whether Triton converts it on the GPU.
     """
     batch_idx, part, units, num_parts, slot = find_work(
         tl.program_id(0), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
@@ -384,13 +414,14 @@ def decode_kernel(
                 q_descale, k_descale, v_descale, sinks, metadata, tree_mask, q_stride_b, q_stride_s,
                 q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
                 v_stride_h, out_stride_b, out_stride_s, out_stride_h, lse_stride_b,
-                lse_stride_h, table_stride, tree_stride_b, tree_stride_s,
-                q_descale_stride_b, q_descale_stride_h,
-                k_descale_stride_b, k_descale_stride_h, v_descale_stride_b, v_descale_stride_h,
-                batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, num_caches, num_pages,
-                num_heads_kv, options_hash, window_left, window_right, scale_log2, cap_log2,
-                STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, GROUP, SLOT_M,
+                lse_stride_h, table_stride, tree_stride_b, tree_stride_s, q_descale_stride_b,
+                q_descale_stride_h,
+                k_descale_stride_b, k_descale_stride_s, k_descale_stride_h, v_descale_stride_b,
+                v_descale_stride_s, v_descale_stride_h, batch, seqlen_q, total_q, seqlen_k,
+                seqlen_new, capacity, num_caches, num_pages, num_heads_kv, options_hash,
+                window_left, window_right, scale_log2, cap_log2, STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_D, BLOCK_DV, GROUP, SLOT_M,
                 FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N, UNIT, SPANS,
-                PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS, batch_idx, part, units, num_parts,
-                slot,
+                PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
+                batch_idx, part, units, num_parts, slot,
             )  # fmt: skip

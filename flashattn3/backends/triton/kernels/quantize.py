@@ -38,6 +38,15 @@ def to_int8(x):
 
 
 @triton.jit
+def scales_of(amax, LARGEST: tl.constexpr):
+    """Descales and their inverses, each rounded once. amax: infinity makes them NaN and 0."""
+    floored = tl.maximum(amax, LARGEST * SMALLEST_DESCALE)
+    descale = tl.math.div_rn(floored, LARGEST)
+    descale = tl.where(amax < float("inf"), descale, float("nan"))
+    return descale, tl.math.div_rn(LARGEST, floored)
+
+
+@triton.jit
 def sums_and_differences(x, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr):
     """Replace each pair of columns WIDTH apart by its sum and difference."""
     pairs = tl.reshape(x, (BLOCK_T, BLOCK_D // (2 * WIDTH), 2, WIDTH))
@@ -115,10 +124,8 @@ def quantize_block(
     # int8 has no NaN: amax = inf represents it and makes the factor 0.
     magnitude = tl.where(finite, tl.abs(x), float("inf") if INT8 else 0.0)
     amax = tl.max(tl.max(magnitude, 1), 0)
-    floored = tl.maximum(amax, LARGEST * SMALLEST_DESCALE)
-    factor = tl.math.div_rn(LARGEST, floored)
-    descale = tl.math.div_rn(floored, LARGEST)
-    tl.store(descale_ptr + place, tl.where(amax < float("inf"), descale, float("nan")))
+    descale, factor = scales_of(amax, LARGEST)
+    tl.store(descale_ptr + place, descale)
     # The clamp also prevents fusing the multiply with the addition in to_int8.
     scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
     scaled = tl.where(finite, scaled, 0.0 if INT8 else float("nan"))
