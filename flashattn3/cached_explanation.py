@@ -31,14 +31,14 @@ from .run.planner import Plan, choose
 class _Watched(TorchDispatchMode):
     """Keeps the arguments of the operators of a cached call, which do not run."""
 
-    append = None
+    append = decode = prefix = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.flashattn3.decode.default:
-            self.decode = unpacked_decode(args[2:])
+            self.prefix, self.decode = self.decode, unpacked_decode(args[2:])
         elif func is torch.ops.flashattn3.append.default:
             self.append = unpacked_append(args)
-        else:
+        elif func is not torch.ops.flashattn3.combine.default:
             return func(*args, **(kwargs or {}))
 
 
@@ -66,6 +66,8 @@ def explain_with_kvcache(
     problem = describe_decode(found, options, lengths.max_seqlen_q)
     plan = choose(problem, describe_device(place), BACKENDS)
     described = _described(plan, tensors, lengths)
+    if watched.prefix is not None:
+        described |= {"prefix": _prefix_on(place, *watched.prefix)}
     if watched.append is not None:
         described |= {"append": _append_on(place, *watched.append)}
     explained = explanation_of(plan, BACKENDS, described)
@@ -94,6 +96,15 @@ def _append_on(place: torch.device, tensors: AppendTensors, _, options: AppendOp
     plan = choose(problem, describe_device(place), BACKENDS)
     kernel = plan.launch.describe().get("kernel")
     return f"{plan.backend.name}: {kernel} kernel" if kernel else plan.backend.name
+
+
+def _prefix_on(
+    place: torch.device, tensors: DecodeTensors, lengths: Lengths, options: tuple
+) -> str:
+    """The backend of the call over a shared prefix, and its tile."""
+    problem = describe_decode(_on(place, tensors), options, lengths.max_seqlen_q)
+    plan = choose(problem, describe_device(place), BACKENDS)
+    return f"{plan.backend.name}: {plan.launch.describe().get('tile', 'all rows')}"
 
 
 def _on(place: torch.device, tensors: tuple[torch.Tensor | None, ...]) -> tuple:

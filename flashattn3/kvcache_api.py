@@ -53,6 +53,8 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    prefix_page_table: Tensor | None = None,
+    prefix_len: int | Tensor | None = None,
     split_tokens: int | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -127,6 +129,11 @@ def flash_attn_with_kvcache(
             bit j % 32 of word j // 32 says whether a query sees new token j, the j-th of the
             sequence's last seqlen_q positions; it sees all older keys (speculative decoding). Only
             with causal, which the bits replace, and up to 64 queries. window_size counts positions.
+        prefix_page_table, prefix_len: int32 (1, pages), and an int or int32 (1,): pages of keys
+            that all sequences have in front of their own, and the number of these keys. They are
+            read once for all sequences. page_table, cache_seqlens and the positions of queries then
+            count a sequence's own keys. Not with a window to the left, rotary tables, split_tokens,
+            q_descale, or descales of each sequence.
         qv, attention_chunk, alibi_slopes: not supported yet, an error if given.
 
     Returns:

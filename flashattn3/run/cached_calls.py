@@ -44,6 +44,7 @@ from .cached_plans import (
 )
 from .launches import Further, NewTokens, attend_kept
 from .operator_rules import as_cache_under_autocast
+from .shared_prefix import Prefix, check_prefix, joined, prefix_call, prefix_of
 
 
 def with_kvcache(
@@ -70,6 +71,8 @@ def with_kvcache(
     scheduler_metadata,
     sinks,
     tree_mask,
+    prefix_page_table,
+    prefix_len,
     out,
 ) -> Tensor | tuple[Tensor, Tensor]:
     function = options.function
@@ -89,7 +92,7 @@ def with_kvcache(
         new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
     if (
         rotary_seqlens is q_descale is k_descale is v_descale is sinks is scheduler_metadata is None
-        and tree_mask is None
+        and tree_mask is prefix_page_table is prefix_len is None
         and not watched
         and not profiler._is_profiler_enabled  # else the call says which kernel it runs
     ):
@@ -118,9 +121,46 @@ def with_kvcache(
         tree_mask,
     )  # fmt: skip
     lengths = Lengths(seqlen, 0, longest)
+    prefix = prefix_of(function, prefix_page_table, prefix_len)
+    if prefix is not None:
+        return _after_prefix(prefix, tensors, lengths, options, out, watched, new, rotary_seqlens)
+    return _own_keys(tensors, lengths, options, out, watched, new, rotary_seqlens)
+
+
+def _own_keys(
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+    out: Tensor | None,
+    watched: bool,
+    new: NewTokens | None,
+    rotary_seqlens: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     if new is None:
         return _attended(tensors, lengths, options, out, watched)
     return _appended(tensors, lengths, options, out, watched, new, rotary_seqlens)
+
+
+def _after_prefix(
+    prefix: Prefix,
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+    out: Tensor | None,
+    watched: bool,
+    new: NewTokens | None,
+    rotary_seqlens: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to the prefix of all sequences, then to each sequence's own keys, and join both."""
+    check_tensors(options.function, 3, **tensors._asdict())
+    check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+    check_prefix(prefix, tensors, options, new is not None and new.rotary_cos is not None)
+    shape = result_shapes(tensors.q, tensors.v_cache)[0]
+    _check_given(out, tensors.q, shape, options)
+    of_prefix = _attended(*prefix_call(prefix, tensors, lengths, options), None, watched)
+    with_lse = options._replace(return_lse=True)
+    own = _own_keys(tensors, lengths, with_lse, None, watched, new, rotary_seqlens)
+    return joined(of_prefix, own, out, options)
 
 
 def _appended(

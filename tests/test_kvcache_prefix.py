@@ -1,0 +1,147 @@
+"""Cached calls with keys that all sequences have in front of their own: ``prefix_page_table``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import TRITON_DTYPES, needs_hopper
+
+from flashattn3 import UnsupportedError, explain_with_kvcache, flash_attn_with_kvcache
+
+PAGE, PREFIX = 16, 48  # a whole number of pages, so that one table holds both parts
+LENGTHS, QUERIES = (20, 33, 3), (1, 5, 3)
+BACKENDS = [
+    *(("reference", dtype) for dtype in (torch.float16, torch.float64)),
+    *(("triton", dtype) for dtype in TRITON_DTYPES),
+    pytest.param("hopper", torch.bfloat16, marks=needs_hopper),
+]
+CASES = {
+    "decode": (1, {}),
+    "chunk": (3, {"causal": True}),
+    "ragged-sinks": (None, {"causal": True, "sinks": True}),
+    "softcap-splits": (3, {"causal": True, "softcap": 2.0, "num_splits": 2}),
+    "appended": (3, {"causal": True, "new": True}),
+}
+
+
+def call_of(seqlen_q: int | None, device, dtype) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """Arguments of a call without its prefix, the pages of the prefix and those of all keys. The
+    last rows of ragged queries are of no sequence."""
+    generator = torch.Generator().manual_seed(0)
+    num_pages = 20
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    pages = torch.randperm(num_pages, generator=generator)[: 3 + 3 * 3].int().to(device)
+    prefix, own = pages[None, :3], pages[3:].view(3, 3)
+    rows = (sum(QUERIES) + 2,) if seqlen_q is None else (3, seqlen_q)
+    arguments = {
+        "q": normal(*rows, 8, 64),
+        "k_cache": normal(num_pages, PAGE, 2, 64),
+        "v_cache": normal(num_pages, PAGE, 2, 64),
+        "cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32, device=device),
+    }
+    if seqlen_q is None:
+        edges = torch.tensor([0, 1, 6, 9], dtype=torch.int32, device=device)
+        arguments |= {"cu_seqlens_q": edges, "max_seqlen_q": 5}
+    return arguments, prefix, own
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")
+)
+def test_a_prefix_is_the_first_keys_of_every_sequence(name, backend, dtype, device):
+    seqlen_q, options = CASES[name]
+    arguments, prefix, own = call_of(seqlen_q, device, dtype)
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(8, generator=torch.Generator().manual_seed(1)).to(device)
+    if options.pop("new", False):
+        new = arguments["k_cache"][0, :9].view(3, 3, 2, 64).clone()
+        arguments |= {"k": new, "v": new.flip(1)}
+    whole = {k: x.clone() for k, x in arguments.items() if k != "max_seqlen_q"}
+    whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
+    whole["cache_seqlens"] += PREFIX
+    if "max_seqlen_q" in arguments:
+        whole["max_seqlen_q"] = 5
+    table = torch.cat((prefix.expand(3, -1), own), 1)
+    of = {**options, "num_splits": 0, "return_lse": True, "backend": "reference"}
+    wanted = flash_attn_with_kvcache(**whole, page_table=table, **of)
+    length = PREFIX
+    if name == "decode":
+        length = torch.tensor([PREFIX], dtype=torch.int32, device=device)
+    prefix_of = {"prefix_page_table": prefix, "prefix_len": length, "page_table": own}
+    out = torch.full_like(arguments["q"], torch.nan)
+    found = flash_attn_with_kvcache(
+        **arguments, **prefix_of, **options, out=out, return_lse=True, backend=backend
+    )
+    assert found[0] is out
+    exact = dtype == torch.float64
+    bounds = {"rtol": 1e-9 if exact else 4e-3, "atol": 1e-9 if exact else 4e-3}
+    torch.testing.assert_close(found[0].double(), wanted[0], **bounds)
+    torch.testing.assert_close(found[1].double(), wanted[1], **bounds)
+    again = flash_attn_with_kvcache(**arguments | whole_lengths(arguments), **prefix_of, **options)
+    assert again.shape == out.shape
+
+
+def whole_lengths(arguments: dict) -> dict:
+    """The lengths of a second call: tokens were appended by the first."""
+    return {"cache_seqlens": arguments["cache_seqlens"], "k": None, "v": None}
+
+
+@pytest.mark.parametrize("backend", ["reference", "aot_eager"])
+def test_explained_and_compiled(backend):
+    arguments, prefix, own = call_of(1, "cpu", torch.float16)
+    prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
+    if backend == "reference":
+        explained = explain_with_kvcache(**arguments, **prefix_of, backend=backend)
+        assert explained.config["prefix"].startswith("reference")
+        return
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def attend(q):
+        return flash_attn_with_kvcache(q, **others, **prefix_of, backend="reference")
+
+    others = {name: x for name, x in arguments.items() if name != "q"}
+    wanted = flash_attn_with_kvcache(**arguments, **prefix_of, backend="reference")
+    torch.testing.assert_close(attend(arguments["q"]), wanted)
+
+
+def given(**changed) -> dict:
+    arguments, prefix, own = call_of(1, "cpu", torch.float32)
+    prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
+    return arguments | prefix_of | changed
+
+
+TWO = torch.zeros(2, 3, dtype=torch.int32)
+ANGLES = torch.zeros(99, 32)
+NEW = torch.zeros(3, 1, 2, 64)
+REFUSED = [
+    ({"prefix_page_table": None}, "prefix_page_table must be given with prefix_len, got None"),
+    ({"prefix_len": None}, "prefix_len must be given with prefix_page_table, got None"),
+    ({"prefix_page_table": TWO}, "prefix_page_table.shape must be (1, pages), got (2, 3)"),
+    ({"prefix_page_table": TWO[:1].long()}, "prefix_page_table.dtype must be torch.int32"),
+    ({"prefix_page_table": 3}, "prefix_page_table must be a torch.Tensor, got 3"),
+    ({"prefix_len": 49}, "prefix_len must be at most 48, the tokens of its pages, got 49"),
+    ({"prefix_len": -1}, "prefix_len must be >= 0, got -1"),
+    ({"prefix_len": TWO[0]}, "prefix_len must be an int or int32 of shape (1,)"),
+    ({"page_table": None}, "page_table must be a tensor with prefix_page_table"),
+    ({"split_tokens": 128}, "split_tokens must be None with prefix_page_table"),
+    ({"window_size": (9, 0)}, "window_size must be open to the left with prefix_page_table"),
+    ({"k": NEW, "v": NEW, "rotary_cos": ANGLES, "rotary_sin": ANGLES}, "rotary_cos must be None"),
+    ({"q_descale": torch.ones(3, 2)}, "q_descale must be None with prefix_page_table"),
+    ({"k_descale": torch.ones(3, 2)}, "k_descale must be None or one for each page or token"),
+]
+
+
+@pytest.mark.parametrize(("changed", "text"), REFUSED)
+def test_invalid_prefixes_have_an_error(changed, text):
+    arguments = given(**changed)
+    if changed.get("page_table", 0) is None:
+        arguments["cache_batch_idx"] = torch.arange(3, dtype=torch.int32)
+        arguments["cache_seqlens"] = 3
+    with pytest.raises((ValueError, TypeError, UnsupportedError)) as raised:
+        flash_attn_with_kvcache(**arguments)
+    assert text in str(raised.value)
