@@ -1,4 +1,5 @@
-"""FlexAttention's signature, for calls without score_mod."""
+"""Attention with a mask object and heads before tokens, and FlexAttention's signature for it, for
+calls without score_mod."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .call.fields import CALL
+from .call.fields import CALL, Options
 from .call.operands import Tensors
 from .errors import UnsupportedError, complaint, expect, shown, type_error
 from .masks.arguments_of_calls import call_tensors
 from .masks.conversions import captured_tensors, from_block_mask
 from .masks.mask import Mask
+from .run.bhsd import attend_bhsd
 from .run.doors import attend
 
 if TYPE_CHECKING:
@@ -22,6 +24,28 @@ if TYPE_CHECKING:
 FUNCTION = "flex_attention"
 # BlockMask → the tensors that it was made from with their versions, and its Mask.
 _masks: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def attend_masked_bhsd(
+    options: Options,
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    sinks=None,
+    alibi_slopes=None,
+    bias=None,
+    mask=None,
+) -> Tensor | tuple[Tensor, ...]:
+    """``attend_bhsd`` with a mask, which stands beside no cu_seqlens."""
+    scores = sinks, alibi_slopes, bias
+    if mask is None:
+        return attend_bhsd(options, q, k, v, cu_seqlens_q, cu_seqlens_k, *scores)
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    expect(not varlen, options.function, "mask", "None with cu_seqlens", shown(mask))
+    lists = call_tensors(options.function, mask, q, k, axis=2)
+    return attend(Tensors(q, k, v, None, None, None, None, *scores, *lists), options, bhsd=True)
 
 
 def flex_attention(
@@ -73,9 +97,8 @@ def flex_attention(
     if key.shape[0] == value.shape[0] == 1 < query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     given = {"softmax_scale": scale, "return_lse": with_lse}
-    lists = call_tensors(FUNCTION, _mask_of(block_mask), query, key, axis=2)
-    tensors = Tensors(query, key, value, *(None,) * 7, *lists)
-    found = attend(tensors, CALL.convert(FUNCTION, given), bhsd=True)
+    options = CALL.convert(FUNCTION, given)
+    found = attend_masked_bhsd(options, query, key, value, mask=_mask_of(block_mask))
     if not with_lse:
         return found.transpose(1, 2) if return_aux is None else (found.transpose(1, 2), _aux(None))
     out, lse = found

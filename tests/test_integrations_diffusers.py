@@ -255,6 +255,18 @@ def test_keys_that_do_not_count(batch):
     torch.testing.assert_close(lse, scores.logsumexp(-1).transpose(1, 2))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 5, 9), (2, 4, 5, 9)])
+def test_keys_that_each_query_sees(shape):
+    mask = torch.rand(shape) > 0.4
+    mask[..., 3] = True
+    q, k, v = qkv(heads_kv=2)
+    for _ in range(2):
+        torch.testing.assert_close(
+            fa3.attention(q, k, v, mask, enable_gqa=True), exact(q, k, v, mask)
+        )
+        mask[..., 0] = False  # a Mask serves one version of the tensor
+
+
 def test_other_arguments():
     q, k, v = qkv(9, heads_kv=2)
     wanted = exact(q, k, v, causal=True)
@@ -269,7 +281,8 @@ def test_other_arguments():
         ("dropout_p", {"dropout_p": 0.1}),
         ("attn_mask", {"attn_mask": torch.zeros(2, 1, 1, 9)}),
         ("attn_mask", {"attn_mask": torch.ones(5, 9, dtype=torch.bool)}),
-        ("attn_mask", {"attn_mask": torch.ones(2, 1, 5, 9, dtype=torch.bool)}),
+        ("attn_mask", {"attn_mask": torch.ones(2, 1, 4, 9, dtype=torch.bool)}),
+        ("attn_mask", {"attn_mask": torch.ones(2, 4, 1, 9, dtype=torch.bool)}),
         ("is_causal", {"is_causal": True}),
         ("parallel_config", {"_parallel_config": object()}),
         (

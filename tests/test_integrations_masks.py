@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashattn3 import UnsupportedError
-from flashattn3.integrations import masks, segments
+from flashattn3.integrations import dense_masks, masks, segments
 from flashattn3.integrations import transformers as fa3
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -277,28 +277,35 @@ def test_no_mask_outlives_its_forward():
     assert len(segments._readings) == 0
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 @torch.no_grad()
-def test_mask_with_a_hole(name):
-    model, eager = pair(configured(name))
-    mask = padded(None)
-    mask[0, 4] = 0
-    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other") as error:
-        model(tokens(), attention_mask=mask)
-    # The masks of the failed forward, which the error keeps, say nothing about the next one.
+def test_mask_with_a_hole(name, monkeypatch):
+    """A Mask is made once for each kind of layer."""
+    made = []
+    from_bool = dense_masks.from_bool
+    monkeypatch.setattr(dense_masks, "from_bool", lambda x: made.append(x) or from_bool(x))
+    model, eager = pair(configured(name, num_hidden_layers=4, layer_types=None))
+    mask = padded("left")
+    mask[0, 10:12] = 0
+    assert_equal_logits(model, eager, mask)
+    assert len(made) == (1 if name == "Llama" else 2)
     assert_equal_logits(model, eager, padded("left"))
-    assert error.traceback
+    gc.collect()
+    assert len(dense_masks._made) == 0
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @torch.no_grad()
 def test_a_hole_before_the_next_token(name):
-    model = pair(configured(name))[0]
-    mask = padded("right", rows=ROWS - 1)
-    first = model(tokens()[:, :-1], attention_mask=mask, use_cache=True)
-    mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other"):
-        model(tokens()[:, -1:], attention_mask=mask, past_key_values=first.past_key_values)
+    models, found = pair(configured(name)), []
+    for model in models:
+        mask = padded("right", rows=ROWS - 1)
+        first = model(tokens()[:, :-1], attention_mask=mask, use_cache=True)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        positions = {"position_ids": mask.sum(-1, keepdim=True) - 1}
+        cache = {"past_key_values": first.past_key_values}
+        found.append(model(tokens()[:, -1:], attention_mask=mask, **cache, **positions).logits)
+    assert_close(*found)
 
 
 def test_a_step_takes_no_packed_sequences():
@@ -336,18 +343,42 @@ def test_no_imports_in_compiled_functions(module):
 def test_the_compiler_needs_the_name_of_a_mask_function_alone(monkeypatch):
     """That of torch 2.11 cannot split __qualname__."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    masks._refuse_unknown_functions(SimpleNamespace(__name__="and_mask"), use_vmap=False)
-    with pytest.raises(UnsupportedError, match=r"got or_mask; use attn_implementation"):
-        masks._refuse_unknown_functions(SimpleNamespace(__name__="or_mask"), use_vmap=False)
+    arguments = False, None, None
+    assert masks._of_another_kind(SimpleNamespace(__name__="and_mask"), *arguments) is None
+    found = masks._of_another_kind(SimpleNamespace(__name__="or_mask"), *arguments)
+    assert "got or_mask; use attn_implementation" in found
 
 
 @pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
+@torch.no_grad()
 def test_mask_with_a_hole_in_an_encoder():
-    model = pair(transformers.BertConfig(**SIZES), "AutoModelForMaskedLM")[0]
     mask = padded(None)
     mask[0, 4] = 0
-    with pytest.raises(UnsupportedError, match="tokens of a row must follow each other"):
-        model(tokens(), attention_mask=mask)
+    assert_equal_logits(*pair(transformers.BertConfig(**SIZES), "AutoModelForMaskedLM"), mask)
+
+
+def test_a_bool_mask_of_other_sizes_and_beside_packed_sequences():
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 12, 8)
+    module = torch.nn.Module()
+    for shape in ((2, 1, 4, 12), (2, 1, 5, 11), (3, 1, 5, 12), (2, 3, 5, 12)):
+        with pytest.raises(UnsupportedError, match="attention_mask must be for the lengths of the"):
+            fa3.attention(module, q, k, k, torch.ones(shape).bool())
+    edges = {"cu_seq_lens_q": torch.tensor([0, 5]).int()}
+    with pytest.raises(UnsupportedError, match="cu_seq_lens_q must be None where attention_mask"):
+        fa3.attention(module, q, k, k, torch.ones(2, 1, 5, 12).bool(), **edges)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_bool_mask_that_is_written_to(mode):
+    """In inference mode too, where a tensor has no version."""
+    with mode():
+        q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8)
+        seen = torch.ones(1, 1, 5, 12).bool()
+        for first in (0, 3, 7):
+            seen[..., :first] = False
+            found, _ = fa3.attention(torch.nn.Module(), q, k, k, seen)
+            wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=seen)
+            torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 def layer_and_mask(hole=False):

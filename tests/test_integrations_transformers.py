@@ -764,12 +764,17 @@ def test_additive_masks():
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
-def test_four_dimensional_masks(dtype):
-    model = pair(configured("Llama"))[0]
-    mask = torch.ones(2, 1, ROWS, ROWS).tril().to(dtype)
-    with pytest.raises(UnsupportedError, match="additive and 4-dimensional masks; use attn_impl"):
-        model(tokens(), attention_mask=mask)
+def test_four_dimensional_bools():
+    """Packed sequences of a row that all see a prefix; eager attention adds a mask of floats."""
+    model, eager = pair(configured("Llama"))
+    sequence = torch.arange(ROWS) // 7
+    seen = (sequence[:, None] == sequence) | (torch.arange(ROWS) < 4)
+    seen = (seen & torch.ones(ROWS, ROWS).tril().bool()).expand(2, 1, -1, -1)
+    hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    found, wanted = model(tokens(), attention_mask=seen), eager(tokens(), attention_mask=hidden)
+    assert_close(found.logits, wanted.logits)
+    with pytest.raises(UnsupportedError, match="4-dimensional with bools or floats, got Tensor"):
+        model(tokens(), attention_mask=seen.int())
 
 
 @pytest.mark.skipif(NEW, reason="transformers 5 asks the mask function")
@@ -834,8 +839,11 @@ def test_mask_functions_of_the_model(added):
     def prefix(batch, head, q, k):
         return k < 4
 
-    with pytest.raises(UnsupportedError, match=r"use attn_implementation='sdpa'"):
-        create_causal_mask(config, **arguments, **{added: prefix})
+    found = create_causal_mask(config, **arguments, **{added: prefix})
+    seen = torch.ones(ROWS, ROWS).tril().bool()
+    first = torch.arange(ROWS) < 4
+    wanted = seen | first if added == "or_mask_function" else seen & first
+    assert torch.equal(found, wanted.expand(2, 1, ROWS, ROWS))
 
 
 def test_gemma3_with_images():
@@ -848,20 +856,22 @@ def test_gemma3_with_images():
     config._attn_implementation = "fa3"
     images = torch.full((2, ROWS), -1)
     images[:, 4:8] = 0
-    with pytest.raises(UnsupportedError, match="or_masks"):
-        masking_utils.create_causal_mask(
-            config, torch.randn(2, ROWS, 32), None, None, block_sequence_ids=images
-        )
+    found = masking_utils.create_causal_mask(
+        config, torch.randn(2, ROWS, 32), None, None, block_sequence_ids=images
+    )
+    wanted = torch.ones(ROWS, ROWS).tril().bool()
+    wanted[4:8, 4:8] = True
+    assert torch.equal(found, wanted.expand(2, 1, ROWS, ROWS))
 
 
 def test_a_window_that_is_also_the_chunk():
-    with pytest.raises(UnsupportedError, match="either the config's sliding_window or"):
-        masks.mask(
-            *(1, 8, transformers.masking_utils.causal_mask_function),
-            q_length=8,
-            local_size=4,
-            config=transformers.LlamaConfig(),
-        )
+    """transformers' own function says what it is."""
+    causal = transformers.masking_utils.causal_mask_function
+    config = transformers.LlamaConfig()
+    new = {"q_length": 8, "device": "cpu"}
+    given = new if RELEASE >= (5, 4) else {"cache_position": torch.arange(8)}
+    mask = masks.mask(1, 8, causal, local_size=4, config=config, **given)
+    assert torch.equal(mask, torch.ones(1, 1, 8, 8).tril().bool())
 
 
 @pytest.mark.parametrize("reach", [1, 3])

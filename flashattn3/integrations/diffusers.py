@@ -20,6 +20,7 @@ from torch import Tensor
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ..call.arguments import window
 from ..errors import UnsupportedError, complaint, shown, value_error
+from .dense_masks import fits, is_dense, mask_of
 from .libraries import import_library
 
 OLDEST, NEWEST = "0.35", "0.42"  # releases of diffusers that the tests cover
@@ -116,7 +117,8 @@ def attention(
 
     Args:
         query: (batch, seqlen_q, heads, head_dim); key and value likewise.
-        attn_mask: None, or bool (batch or 1, 1, 1, seqlen_k): which keys count, in any order.
+        attn_mask: None; bool (batch or 1, 1, 1, seqlen_k): which keys count, in any order; or bool
+            (batch or 1, heads or 1, seqlen_q, seqlen_k): which keys each query sees.
         dropout_p: must be 0.
         is_causal: only where seqlen_q is seqlen_k.
         scale: factor of the scores; None: head_dim ** -0.5.
@@ -146,20 +148,24 @@ def attention(
         "deterministic": deterministic,
         "return_lse": return_lse or return_attn_probs,
     }
-    if attn_mask is None:
-        result = flash_attn_func(query, key, value, **options)
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, key, window_size)
+    if attn_mask is None or attn_mask.shape[2] > 1 or attn_mask.shape[1] > 1:
+        mask = None if attn_mask is None else mask_of(attn_mask, key.shape[1])
+        result = flash_attn_func(query, key, value, mask=mask, **options)
         if not options["return_lse"]:
             return result
         return result[0], result[1].transpose(1, 2)
-    _check_mask(attn_mask, query, key, window_size)
     return _with_key_mask(query, key, value, attn_mask[:, 0, 0], options)
 
 
 def _check_mask(mask: Tensor, query: Tensor, key: Tensor, window_size: tuple[int, int]) -> None:
-    batch, keys = query.shape[0], key.shape[1]
-    shapes = {(batch, 1, 1, keys), (1, 1, 1, keys)}
-    if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
-        wanted = f"bool ({batch}, 1, 1, {keys}), one flag per key"
+    batch, rows, heads, keys = *query.shape[:3], key.shape[1]
+    fit = is_dense(mask) and any(fits(mask, batch, *of, keys) for of in ((1, 1), (heads, rows)))
+    if not fit:
+        wanted = (
+            f"bool ({batch} or 1, 1, 1, {keys}) or ({batch} or 1, {heads} or 1, {rows}, {keys})"
+        )
         raise _unsupported("attn_mask", wanted, f"{shown(mask)}; use the backend 'native'")
     if window(_FUNCTION, "window_size", window_size) != (-1, -1):
         raise _unsupported("window_size", "(-1, -1) with an attn_mask", tuple(window_size))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, shown
+from .dense_masks import dense_mask
 from .libraries import release
 from .refused_models import expect_attention
 from .segments import (
@@ -74,22 +76,58 @@ def mask(
         allow_is_bidirectional_skip: passed for masks that are not causal alone.
         use_vmap: whether the model adds a mask function of its own.
 
-    Returns: None for plain attention, where causal attention has one query or as many as keys; or
-        ``Segments.as_mask()``.
+    Returns: None for plain attention, where causal attention has one query or as many as keys;
+        ``Segments.as_mask()``; or transformers' own bool mask, if the mask is of another kind. A
+        hole between tokens is in its values, which the first layer reads.
 
-    Raises: UnsupportedError: the mask is of another kind. A hole between tokens is in its values,
-        which the first layer reads.
+    Raises: UnsupportedError: the mask is of another kind, in compiled code.
     """
-    _refuse_unknown_functions(mask_function, use_vmap)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedError(
             "transformers mask: attention_mask must be 2-dimensional, got "
             f"{shown(attention_mask)}; {INSTEAD}"
         )
-    if cache_position is not None:
+    causal, compiling = allow_is_bidirectional_skip is None, torch.compiler.is_compiling()
+    if config is not None and not compiling:
+        expect_attention(config, (id(config), get_ident(), causal, local_size))
+    given = {"batch_size": batch_size, "kv_length": kv_length, "mask_function": mask_function}
+    given |= {"kv_offset": kv_offset, "attention_mask": attention_mask}
+    if cache_position is None:
+        given |= {"q_length": q_length, "q_offset": q_offset, "device": device}
+        given["use_vmap"] = use_vmap
+    else:
+        given["cache_position"] = cache_position
         q_length, q_offset = cache_position.shape[0], cache_position[0]
         device = cache_position.device
-    causal = allow_is_bidirectional_skip is None
+    other = _of_another_kind(mask_function, use_vmap, config, local_size)
+    if other is not None:
+        if compiling:
+            raise UnsupportedError(other)
+        return dense_mask(given)
+    made = _mask_of_segments(
+        batch_size, kv_length, mask_function, q_length, q_offset, kv_offset, attention_mask,
+        local_size, allow_is_causal_skip, config, device, causal,
+    )  # fmt: skip
+    if made is not None and not compiling:
+        made._dense = partial(dense_mask, given)
+    return made
+
+
+def _mask_of_segments(
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable,
+    q_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int | Tensor,
+    attention_mask: Tensor | None,
+    local_size: int | None,
+    allow_is_causal_skip: bool,
+    config,
+    device: torch.device | str | None,
+    causal: bool,
+) -> Tensor | None:
+    """The arguments of ``mask``."""
     left, chunk = _window_and_chunk(config, local_size, causal)
     by_row = not causal and left < 0
     visible = kv_length  # a mask of ones that is shorter hides the keys of a row from here on
@@ -100,8 +138,6 @@ def mask(
     in_chunks = chunk is not None and chunk < kv_length and _counts_by_row(mask_function)
     reach = left if left < kv_length - 1 else -1
     plain = Segments(causal, reach, in_chunks=in_chunks, lengths=(q_length, kv_length))
-    if config is not None and not torch.compiler.is_compiling():
-        expect_attention(config, (id(config), get_ident(), causal, local_size))
     rows = _Rows(batch_size, q_length, kv_length, first_query, visible)
     # A static cache is longer than the keys that it holds.
     ends_early = isinstance(first_query, Tensor) or min(first_query + q_length, visible) < kv_length
@@ -247,33 +283,36 @@ def _window_and_chunk(config, local_size: int | None, causal: bool) -> tuple[int
     """(keys that a window shows on the left, size of a chunk): -1 and None where there is none."""
     if local_size is None:
         return -1, None
-    window = getattr(config, "sliding_window", None) == local_size
-    chunk = getattr(config, "attention_chunk_size", None) == local_size
-    if window == chunk:
-        raise UnsupportedError(
-            f"transformers mask: local_size must be either the config's sliding_window or its "
-            f"attention_chunk_size, got {local_size}; {INSTEAD}"
-        )
-    if chunk:
+    if getattr(config, "attention_chunk_size", None) == local_size:
         return -1, local_size
     return (local_size - 1 if causal else local_size), None
 
 
-def _refuse_unknown_functions(mask_function: Callable, use_vmap: bool) -> None:
-    """Raise if the mask is not composed of transformers' own functions for causal masks, windows,
-    chunks and packed sequences. The compiler cannot read closures; there the outermost function
-    and ``AHEAD`` decide."""
+def _of_another_kind(
+    mask_function: Callable, use_vmap: bool, config, local_size: int | None
+) -> str | None:
+    """Why segments cannot describe a mask, or None. They can if it is composed of transformers' own
+    functions for causal masks, windows, chunks and packed sequences. The compiler cannot read
+    closures; there the outermost function and ``AHEAD`` decide."""
+    if local_size is not None:
+        window = getattr(config, "sliding_window", None) == local_size
+        if window == (getattr(config, "attention_chunk_size", None) == local_size):
+            return (
+                f"transformers mask: local_size must be either the config's sliding_window or its "
+                f"attention_chunk_size, got {local_size}; {INSTEAD}"
+            )
     if torch.compiler.is_compiling():  # the compiler of torch 2.11 reads __name__ alone
         unknown = {mask_function.__name__}.difference(OUTERMOST)
     else:
         unknown = set(_names_in(mask_function)).difference(KNOWN)
     if use_vmap:
         unknown.add("the model's own mask function")
-    if unknown:
-        raise UnsupportedError(
-            "transformers mask: it must be causal or bidirectional, with windows, chunks, padding "
-            f"or packed sequences, got {', '.join(sorted(unknown))}; {INSTEAD}"
-        )
+    if not unknown:
+        return None
+    return (
+        "transformers mask: it must be causal or bidirectional, with windows, chunks, padding or "
+        f"packed sequences, got {', '.join(sorted(unknown))}; {INSTEAD}"
+    )
 
 
 def _counts_by_row(mask_function: Callable) -> bool:

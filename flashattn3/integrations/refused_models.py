@@ -22,6 +22,7 @@ FLAGS = "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn"
 # for their attention by name.
 COMPUTE_WITH_MASKS = (
     *("doge", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"),
+    "t5gemma2",
 )
 # Modules whose vision models pool with torch.nn.MultiheadAttention and the mask, unless the config
 # says vision_use_head=False.

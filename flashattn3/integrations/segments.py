@@ -83,6 +83,7 @@ class Segments(NamedTuple):
     cache_seqlens, cache_leftpad: int32 (batch,), of one query in each row, in place of cu_seqlens:
         where the keys that it sees end and begin; None: at the last, at the first.
     lengths: (seqlen_q, seqlen_k) that a mask is made for. A call compares its own.
+    dense: a bool mask in place of all others, where there are faults (dense_masks.py).
     """
 
     causal: bool
@@ -93,6 +94,7 @@ class Segments(NamedTuple):
     cache_seqlens: Tensor | None = None
     cache_leftpad: Tensor | None = None
     lengths: tuple[int, int] | None = None
+    dense: Tensor | None = None
 
     @staticmethod
     def of_mask(mask: Tensor, batch: int, lengths: tuple[int, int], layer: object) -> Segments:
@@ -105,8 +107,8 @@ class Segments(NamedTuple):
         if mask.dtype != DTYPE or len(sizes) != 4 or _fits_scores(sizes, *lengths):
             raise UnsupportedError(
                 "transformers attention: attention_mask must be None, or 2-dimensional where the "
-                f"model takes it, got {shown(mask)}: flashattn3 does not support additive and "
-                f"4-dimensional masks; {INSTEAD}"
+                f"model takes it, or 4-dimensional with bools or floats, got {shown(mask)}; "
+                f"{INSTEAD}"
             )
         compiling = torch.compiler.is_compiling()
         made_for = _lengths_in(sizes)
@@ -334,6 +336,8 @@ def _checked(mask: Tensor, batch: int) -> Segments | None:
     fault, segments, filled = reading
     if fault:
         raise UnsupportedError(fault)
+    if segments.dense is not None:
+        return segments
     whole = segments._replace(cu_seqlens_q=None, cu_seqlens_k=None)
     return whole if filled == batch else segments
 
@@ -345,6 +349,10 @@ def _read_masks(device: torch.device) -> None:
     numbers = torch.stack([_numbers_of(mask) for mask in unread]).tolist()
     for mask, (fault, end, filled) in zip(unread, numbers, strict=True):
         message = next((text for i, text in enumerate(FAULTS) if fault >> i & 1), None)
+        has_holes = fault == 1 << FAULTS.index(HOLES)  # and no other fault
+        if has_holes and hasattr(mask, "_dense"):  # which a copy does not have
+            _readings[mask] = _Reading(None, Segments(False, dense=mask._dense()), filled)
+            continue
         kept = None if _flags(mask.shape) & ONE_QUERY else end + 1
         edges = mask.view(torch.int32)[..., :kept][:, :1, :1].clone()  # a view would keep the mask
         _readings[mask] = _Reading(message, _segments(mask.shape, edges), filled)

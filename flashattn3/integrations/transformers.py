@@ -24,10 +24,13 @@ from ..call.cached import DECODE, MAX_HEAD_DIM
 from ..call.dtypes import SIXTEEN_BIT
 from ..call.public import public, reader
 from ..errors import UnsupportedError, shown, value_error
+from ..flex import attend_masked_bhsd
 from ..kvcache_api import flash_attn_with_kvcache
+from ..masks import Mask
 from ..modes import is_watched
-from ..run.bhsd import attend_bhsd, attend_like_before, call_operator, is_compiled
+from ..run.bhsd import attend_like_before, call_operator, is_compiled
 from ..run.launches import Further, attend_kept
+from .dense_masks import fits, is_dense, mask_of
 from .libraries import import_library
 from .masks import mask
 from .packed_positions import edges_of_positions, edges_of_traced_positions
@@ -90,7 +93,8 @@ def attention(
         attention_mask: from ``mask``, or None: then attention is causal where is_causal says so, as
             in transformers' sdpa and flash attention; eager attention shows all keys there. A model
             that asks for its mask never differs in this. A floating one (batch or 1, heads or 1,
-            seqlen_q, seqlen_k), of a user or of Swin, is added to the scores and hides by -inf.
+            seqlen_q, seqlen_k), of a user or of Swin, is added to the scores and hides by -inf; a
+            bool one, of a user or from ``mask``, is True where a query sees a key.
         sliding_window: w: a query sees the w - 1 keys before it, and after it where the mask is not
             causal. Where ``mask`` describes a window, that one counts.
         scaling: factor of the scores; None: head_dim ** -0.5.
@@ -126,9 +130,19 @@ def attention(
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         segments = Segments(causal, -1 if sliding_window is None else sliding_window - 1)
+    elif is_dense(attention_mask):
+        segments = Segments(False, dense=attention_mask)
     else:
         segments = Segments.of_mask(attention_mask, batch, lengths, module)
     is_packed = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if segments.dense is not None:
+        if is_packed:
+            raise UnsupportedError(
+                "transformers attention: cu_seq_lens_q must be None where attention_mask has a "
+                "bool for each score: let it show the tokens of a sequence alone"
+            )
+        options = scaling, softcap, s_aux
+        return _attend_with_mask(query, key, value, segments.dense, position_bias, *options), None
     if attention_mask is None and segments.causal and 1 < length != lengths[1] and not is_packed:
         raise _not_asked(lengths, module)
     if length == 1 and not is_packed and position_bias is None:
@@ -217,6 +231,22 @@ def _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux) -> Tenso
     return flash_attn_bhsd_func(query, key, value, bias=bias, **options)
 
 
+def _attend_with_mask(query, key, value, seen, position_bias, scaling, softcap, s_aux) -> Tensor:
+    """The attention of all queries to the keys that a bool mask shows."""
+    keys = key.shape[2]  # a mask may have more, as transformers' eager attention has it
+    if not fits(seen[..., :keys], *query.shape[:3], keys):
+        raise UnsupportedError(
+            "transformers attention: attention_mask must be for the lengths of the call, (batch or "
+            f"1, heads or 1, {query.shape[2]}, {keys}), got {shown(seen)}; {INSTEAD}"
+        )
+    if position_bias is not None:
+        hidden = ~seen[..., :keys]
+        bias = position_bias.to(query.dtype).masked_fill(hidden, -torch.inf)
+        return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux)
+    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux, query)}
+    return flash_attn_bhsd_func(query, key, value, mask=mask_of(seen, keys), **options)
+
+
 def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
     """Sinks in float32 or query's dtype."""
     if s_aux is None or s_aux.dtype == query.dtype:
@@ -270,7 +300,7 @@ def _fits_a_cached_call(query: Tensor, key: Tensor, value: Tensor, end: Tensor |
     return fits and key.stride(3) == value.stride(3) == 1
 
 
-@public(attend_bhsd)
+@public(attend_masked_bhsd)
 def flash_attn_bhsd_func(
     q: Tensor,
     k: Tensor,
@@ -287,6 +317,7 @@ def flash_attn_bhsd_func(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     return_max_logit: bool = False,
+    mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """``flash_attn_func`` of tensors whose heads come before their tokens, as models have them.
 
