@@ -318,6 +318,12 @@ def test_values_are_checked_on_a_cpu(changes, message):
         call(**changes)
 
 
+def test_a_page_without_a_key_that_a_query_sees_is_not_looked_at():
+    call(**paged(page_table=ints(0, -1, -1, 1, 2, 9, 9, 9).view(2, 4), cache_seqlens=ints(8, 8)))
+    none = {"page_table": ints(-1, -1, -1, -1, 2, 3, 4, 5).view(2, 4), "cache_seqlens": ints(9, 9)}
+    assert not call(**paged(**none), cache_leftpad=ints(9, 0))[0].any()
+
+
 def test_a_page_past_the_length_is_not_looked_at():
     call(**paged(page_table=ints(0, 1, -1, 99, 2, -7, 9, 9).view(2, 4), cache_seqlens=ints(9, 8)))
 

@@ -106,7 +106,10 @@ def _check_pages(
     function: str, table: Tensor, begins: list[int], totals: list[int], cache: Tensor
 ) -> None:
     num_pages, page_size = cache.shape[:2]
-    ends = torch.tensor([-(-total // page_size) for total in totals], device=table.device)
+    # A sequence of which no token is used needs no page.
+    pairs = zip(begins, totals, strict=True)
+    ends = [-(-total // page_size) * (begin < total) for begin, total in pairs]
+    ends = torch.tensor(ends, device=table.device)
     begins = torch.tensor([begin // page_size for begin in begins], device=table.device)
     column = torch.arange(table.shape[1], device=table.device)
     used = (column >= begins.unsqueeze(1)) & (column < ends.unsqueeze(1))
