@@ -41,6 +41,7 @@ SPILL_BOUND_BYTES = {
     "chunk": 100,
     "mixed": 104,
     "dim-256-chunk": 90,
+    "e4m3-chunk": 232,
     "page-256-every-option": 8,
     "spans": 32,
     "dim-256-spans": 312,

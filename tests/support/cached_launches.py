@@ -54,7 +54,7 @@ def sample_launches(
         "decode": decode_launch(problem, tile).sample(
             (of, stored, stored, of_out, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
             (*of_k, *of_k, *of_v, *of_v),
-            (64,) * 23 + factors,
+            (64,) * 25 + factors,
         ),
         "combine_parts": combine_parts_launch(problem, tile).sample(
             ("fp32", "fp32", of_out, "fp32", *lengths_of), (), (64,) * 16
