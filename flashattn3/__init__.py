@@ -28,7 +28,7 @@ from .kvcache_api import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from .quantization import quantize_block_fp8
+from .quantization import quantize_block_fp8, rotate_and_quantize
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ __all__ = [
     "get_scheduler_metadata",
     "masks",
     "quantize_block_fp8",
+    "rotate_and_quantize",
     "use_backend",
     "use_batch_invariant_mode",
 ]

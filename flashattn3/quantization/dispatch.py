@@ -31,19 +31,19 @@ def layout_of_v(v: Tensor) -> str:
 
 def sample_mean(*arguments: object) -> Tensor:
     """Return float32 (batch, heads, head_dim); same arguments as smoothing.sample_mean."""
-    run = _opaque_sample_mean if _is_opaque(arguments[0]) else _sample_mean
+    run = _opaque_sample_mean if is_opaque(arguments[0]) else _sample_mean
     return run(*arguments)
 
 
 def quantize(*arguments: object) -> tuple[Tensor, Tensor]:
     """Return data, in the given layout, and descale; same arguments as _quantize."""
-    run = _opaque_quantize if _is_opaque(arguments[0]) else _quantize
+    run = _opaque_quantize if is_opaque(arguments[0]) else _quantize
     return run(*arguments)
 
 
 def quantize_qkv(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return data and descale of q, k and v, v in layout_of_v; same arguments as _quantize_qkv."""
-    run = _opaque_quantize_qkv if _is_opaque(arguments[0]) else _quantize_qkv
+    run = _opaque_quantize_qkv if is_opaque(arguments[0]) else _quantize_qkv
     return run(*arguments)
 
 
@@ -70,11 +70,11 @@ def scaled_qkv(
 
 def dequantize(*arguments: object) -> Tensor:
     """Return the values of 8 bits; same arguments as _dequantize."""
-    run = _opaque_dequantize if _is_opaque(arguments[0]) else _dequantize
+    run = _opaque_dequantize if is_opaque(arguments[0]) else _dequantize
     return run(*arguments)
 
 
-def _is_opaque(x: Tensor) -> bool:
+def is_opaque(x: Tensor) -> bool:
     """Whether torch must not trace into kernel launches, or x has no data to launch on."""
     return x.is_meta or is_traced()
 
@@ -83,7 +83,7 @@ def _sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -
     x, cu_seqlens = _rows_dense(x), _dense(cu_seqlens)
     if on_hopper(x) and x.dtype in SIXTEEN_BIT:
         return torch.ops.flashattn3_hopper.sample_mean.default(x, cu_seqlens, max_seqlen or 0)
-    if _on_triton(x):
+    if on_triton(x):
         from . import triton_launch as implementation  # imports Triton
     else:
         implementation = smoothing
@@ -113,7 +113,7 @@ def _quantize(
             layout == "permuted",
             dtype == INT8,
         )
-    if _on_triton(x):
+    if on_triton(x):
         from . import triton_launch as implementation  # imports Triton
     else:
         implementation = torch_operations
@@ -178,7 +178,7 @@ def _dequantize(
     )
 
 
-def _on_triton(x: Tensor) -> bool:
+def on_triton(x: Tensor) -> bool:
     return x.shape[-1] <= TRITON_MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index)
 
 

@@ -72,7 +72,7 @@ def quantize(
     descale = torch.empty(batch, heads, num_blocks, dtype=torch.float32, device=x.device)
     if descale.numel() == 0:
         return data.view(dtype), descale
-    block_d, num_warps = _tile(block, head_dim, hadamard)
+    block_d, num_warps = tile(block, head_dim, hadamard)
     # Triton launches on the current device.
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         quantize_block[(descale.numel(),)](
@@ -102,7 +102,7 @@ def quantize(
     return data.view(dtype), descale
 
 
-def _tile(block: int, head_dim: int, rotates: bool) -> tuple[int, int]:
+def tile(block: int, head_dim: int, rotates: bool) -> tuple[int, int]:
     """Columns and warps of a program, which has one block of a head."""
     block_d = 1 << (head_dim - 1).bit_length()
     num_warps = max(4, block * block_d // (32 * ELEMENTS_OF_THREAD))
@@ -127,7 +127,7 @@ def dequantize(
     if descale.numel() == 0 or out.numel() == 0:
         return out
     permuted = data.shape != out.shape
-    block_d, num_warps = _tile(block, head_dim, hadamard)
+    block_d, num_warps = tile(block, head_dim, hadamard)
     with torch.cuda.device(data.device) if data.is_cuda else nullcontext():
         dequantize_block[(descale.numel(),)](
             data.view(torch.uint8) if data.dtype == FP8 else data,

@@ -120,18 +120,24 @@ def quantize_block(
         x = tl.where((tokens < length)[:, None], x - mean * sign, 0.0)
     if ROTATE:
         x = transformed(x, BLOCK_T, BLOCK_D, STAGES)
+    target = data_ptr + (data_entry + start) * num_heads * HEAD_DIM + head * HEAD_DIM
+    target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
+    mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
+    store_quantized(x, target, mask, descale_ptr + place, LARGEST, INT8)
+
+
+@triton.jit
+def store_quantized(x, target, mask, descale_ptr, LARGEST: tl.constexpr, INT8: tl.constexpr):
+    """Quantize a block, 0 where it has no tokens, and store its bytes and its descale."""
     finite = tl.abs(x) < float("inf")
     # int8 has no NaN: amax = inf represents it and makes the factor 0.
     magnitude = tl.where(finite, tl.abs(x), float("inf") if INT8 else 0.0)
     amax = tl.max(tl.max(magnitude, 1), 0)
     descale, factor = scales_of(amax, LARGEST)
-    tl.store(descale_ptr + place, descale)
+    tl.store(descale_ptr, descale)
     # The clamp also prevents fusing the multiply with the addition in to_int8.
     scaled = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)
     scaled = tl.where(finite, scaled, 0.0 if INT8 else float("nan"))
-    target = data_ptr + (data_entry + start) * num_heads * HEAD_DIM + head * HEAD_DIM
-    target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
-    mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(target, to_int8(scaled) if INT8 else to_e4m3(scaled), mask=mask)
 
 

@@ -1,0 +1,161 @@
+"""Selects the implementation that normalizes, rotates and quantizes q, k and v: one Triton launch,
+or torch operations and then a quantization of each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.device import describe_device
+from ..backends.reference.rotary import rotated
+from ..call import permuted_v
+from ..call.dtypes import FP8
+from ..call.token_positions import token_positions
+from . import dispatch
+
+MAX_TILE_BELOW_90 = 128 * 128
+
+
+class Embedding(NamedTuple):
+    """What happens to q and k before they are quantized.
+
+    q_norm, k_norm: weights of RMSNorm (head_dim,); None: no norm. eps: of the norm.
+    cos, sin: (positions, rotary_dim / 2); None: no rotation. positions: int32 (batch, seqlen),
+        varlen (total,); None: those in the sequence. interleaved: pairs are neighbouring columns.
+    """
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor | None
+    interleaved: bool
+    eps: float
+
+
+class Lengths(NamedTuple):
+    """Of a varlen batch; all None: dense."""
+
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+
+
+Sides = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def rotate_and_quantize(
+    sides: Sides,
+    embedding: Embedding,
+    lengths: Lengths,
+    block: int,
+    hadamard: bool,
+    qk_dtype: torch.dtype,
+    smooth_k: bool,
+) -> tuple[Tensor | None, ...]:
+    """Return data and descale of q, k and v, which are None where k and v are, and k's mean."""
+    q, k, v = sides
+    given = q, k, v, *embedding, *lengths, block, hadamard, qk_dtype, smooth_k
+    found = (_opaque if dispatch.is_opaque(q) else _run)(*given)
+    data = found[:6] if k is not None else (*found[:2], *(None,) * 4)
+    return *data, found[6] if smooth_k else None
+
+
+def embedded(
+    x: Tensor, weight: Tensor | None, embedding: Embedding, cu_seqlens: Tensor | None
+) -> Tensor:
+    """q or k in float32, normalized and rotated, in torch operations."""
+    x = x.float()
+    if weight is not None:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + embedding.eps) * weight.float()
+    if embedding.cos is None:
+        return x
+    position = embedding.positions
+    if position is None:
+        position = token_positions(x.shape[-3], x.device, cu_seqlens).position
+        position = position.expand(x.shape[:-2])
+    rows, tables = x.flatten(0, -3), (embedding.cos, embedding.sin)
+    return rotated(rows, *tables, position.flatten().long(), embedding.interleaved).view(x.shape)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    interleaved: bool,
+    eps: float,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    block: int,
+    hadamard: bool,
+    qk_dtype: torch.dtype,
+    smooth_k: bool,
+) -> list[Tensor]:
+    """Data and descale of q, k and v, and k's mean; what is not asked for has no elements."""
+    embedding = Embedding(q_norm, k_norm, cos, sin, positions, interleaved, eps)
+    nothing = q.new_empty(0, dtype=torch.float32)
+    mean = wide_k = None
+    if smooth_k:  # the sample is of rotated keys
+        wide_k = embedded(k, k_norm, embedding, cu_seqlens)
+        mean = dispatch.sample_mean(wide_k, cu_seqlens, max_seqlen)
+    of_mean = nothing if mean is None else mean
+    widest = q if k is None or q.shape[-1] >= v.shape[-1] else v
+    if dispatch.on_triton(widest) and _fits_on_chip(widest, block):
+        from .embedded_launch import rotate_and_quantize as launch  # imports Triton
+
+        layout = "rows" if k is None else dispatch.layout_of_v(v)
+        how = cu_seqlens, max_seqlen, block, hadamard, qk_dtype, mean, layout == "permuted"
+        return [*launch(q, k, v, embedding, *how), of_mean]
+    how = block, hadamard, cu_seqlens, max_seqlen
+    found = [
+        *dispatch.quantize(embedded(q, q_norm, embedding, cu_seqlens), *how, "rows", qk_dtype, None)
+    ]
+    if k is None:
+        return [*found, *(nothing,) * 5]
+    wide_k = embedded(k, k_norm, embedding, cu_seqlens) if wide_k is None else wide_k
+    found += dispatch.quantize(wide_k, *how, "rows", qk_dtype, mean)
+    of_v = block, False, cu_seqlens, max_seqlen, dispatch.layout_of_v(v), FP8, None
+    return [*found, *dispatch.quantize(v, *of_v), of_mean]
+
+
+def _fits_on_chip(x: Tensor, block: int) -> bool:
+    """Whether one launch takes blocks of x. Below compute capability 9.0 the tile of partners in a
+    rotation goes through shared memory, of which chips have 99 KB and more."""
+    device = describe_device(x.device)
+    columns = 1 << (x.shape[-1] - 1).bit_length()
+    return not 0 < (device.lowering or 0) < 90 or block * columns <= MAX_TILE_BELOW_90
+
+
+_opaque = torch.library.custom_op(
+    "flashattn3::rotate_and_quantize",
+    _run,
+    mutates_args=(),
+    schema="(Tensor q, Tensor? k, Tensor? v, Tensor? q_norm, Tensor? k_norm, Tensor? cos, "
+    "Tensor? sin, Tensor? positions, bool interleaved, float eps, Tensor? cu_seqlens, "
+    "SymInt? max_seqlen, int block, bool hadamard, ScalarType qk_dtype, bool smooth_k) -> Tensor[]",
+)
+
+
+@_opaque.register_fake
+def _fake(q, k, v, q_norm, k_norm, cos, sin, positions, interleaved, eps, cu_seqlens, max_seqlen,
+          block, hadamard, qk_dtype, smooth_k):  # fmt: skip
+    nothing = q.new_empty(0, dtype=torch.float32)
+    varlen = cu_seqlens is not None
+    batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if varlen else q.shape[:2]
+    found = []
+    for x, dtype in ((q, qk_dtype), (k, qk_dtype), (v, FP8)):
+        if x is None:
+            found += [nothing, nothing]
+            continue
+        permuted = x is v and dispatch.layout_of_v(v) == "permuted"
+        shape = permuted_v.shape_of(x.shape, cu_seqlens) if permuted else x.shape
+        descale = (batch, x.shape[-2], -(-seqlen // block))
+        found += [x.new_empty(shape, dtype=dtype), nothing.new_empty(descale)]
+    of_mean = nothing.new_empty((batch, *k.shape[-2:])) if smooth_k else nothing.new_empty(0)
+    return [*found, of_mean]

@@ -1,0 +1,180 @@
+"""rotate_and_quantize against RMSNorm, rotary embedding and quantization one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import TRITON_DTYPES
+
+from flashattn3 import (
+    BlockScaled,
+    UnsupportedError,
+    flash_attn_func,
+    quantize_block_fp8,
+    rotate_and_quantize,
+)
+from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.integrations.rotary import apply_rotary
+from flashattn3.quantization.embedded import Embedding, embedded
+
+EDGES = (0, 33, 33, 150)
+
+
+def tables(rotary_dim=48, positions=200, dtype=torch.float32, device="cpu"):
+    frequency = 10000 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.outer(torch.arange(positions), frequency)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def sides(dtype, device, dims=(64, 64), varlen=False, heads=(4, 2)):
+    rows = (160,) if varlen else (2, 150)
+    shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
+    generator = torch.Generator().manual_seed(len(rows))
+    return [torch.randn(*rows, *s, generator=generator).to(device, dtype) for s in shapes]
+
+
+# What a call has beside q, k and v.
+CASES = {
+    "plain": {},
+    "rotary": {"rotary": {}},
+    "interleaved, e4m3": {"rotary": {}, "rotary_interleaved": True, "qk_dtype": FP8},
+    "all columns, 16 bits": {"rotary": {"rotary_dim": 64, "dtype": torch.bfloat16}, "block": 64},
+    "odd dims": {"rotary": {"rotary_dim": 20}, "dims": (40, 24), "hadamard": False},
+    "varlen": {"rotary": {}, "varlen": True},
+    "positions": {"rotary": {}, "positions": True},
+    "positions, varlen": {"rotary": {}, "varlen": True, "positions": True, "qk_dtype": INT8},
+    "smooth": {"rotary": {}, "smooth_k": True},
+    "norm": {"rotary": {}, "norm": True},
+    "norm, interleaved": {"rotary": {}, "norm": True, "rotary_interleaved": True},
+}
+
+
+@pytest.mark.parametrize("dtype", TRITON_DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_one_pass_gives_what_the_passes_give(name, dtype, device):
+    """Bit for bit; with a norm, whose sum has another order, but for codes next to each other."""
+    how = dict(CASES[name])
+    varlen, norm = how.pop("varlen", False), how.pop("norm", False)
+    q, k, v = sides(dtype, device, how.pop("dims", (64, 64)), varlen)
+    rotary = how.pop("rotary", None)
+    cos, sin = (None, None) if rotary is None else tables(**rotary, device=device)
+    lengths = {}
+    if varlen:
+        edges = torch.tensor(EDGES, dtype=torch.int32, device=device)
+        lengths = {"cu_seqlens": edges, "max_seqlen": 120}
+    positions = None
+    if how.pop("positions", False):
+        positions = (torch.arange(q[..., 0, 0].numel(), device=device) * 7 % 200).int()
+        positions = positions.view(q.shape[:-2])
+    weights = [torch.linspace(0.5, 2, q.shape[-1], device=device, dtype=dtype)] * 2
+    weights = weights if norm else [None, None]
+    named = {"q_norm": weights[0], "k_norm": weights[1], "positions": positions}
+    found = rotate_and_quantize(q, k, v, cos, sin, **named, **lengths, **how)
+    interleaved, smooth = how.pop("rotary_interleaved", False), how.pop("smooth_k", False)
+    embedding = Embedding(*weights, cos, sin, positions, interleaved, 1e-6)
+    eight, rotated = (
+        how.pop("qk_dtype", INT8 if q.shape[-1] == 64 else FP8),
+        how.get("hadamard", True),
+    )
+    how = {**lengths, "block": how.get("block", 128)}
+    of_qk = {**how, "hadamard": rotated, "dtype": eight}
+    edges = lengths.get("cu_seqlens")
+    wide_q, wide_k = (
+        embedded(x, w, embedding, edges) for x, w in zip((q, k), weights, strict=True)
+    )
+    wanted = (
+        quantize_block_fp8(wide_q, kind="q", **of_qk),
+        quantize_block_fp8(wide_k, kind="k", smooth=smooth, **of_qk),
+        quantize_block_fp8(v, kind="v", **how),
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.block, one.hadamard, one.shape) == (other.block, other.hadamard, other.shape)
+        assert (one.mean is None) == (other.mean is None)
+        assert one.mean is None or torch.equal(one.mean, other.mean)
+        given = slice(None, EDGES[-1]) if varlen else slice(None)
+        codes, of_passes = (x.in_rows().data[given].view(torch.uint8) for x in (one, other))
+        if norm:
+            torch.testing.assert_close(one.descale, other.descale, rtol=1e-6, atol=0)
+            differ = codes.int().sub(of_passes.int()).abs()
+            assert ((differ <= 1) | (differ >= 255)).all() and (differ > 0).float().mean() < 1e-3
+        else:
+            assert torch.equal(one.descale, other.descale) and torch.equal(codes, of_passes)
+
+
+def test_the_rotation_is_that_of_rotary_embedding():
+    """And attention of its results that of the passes in 16 bits."""
+    q, k, v = sides(torch.float16, "cpu")
+    cos, sin = tables()
+    scaled = rotate_and_quantize(q, k, v, cos, sin)
+    turned = [apply_rotary(x, cos, sin) for x in (q, k)]
+    assert (scaled[0].dequantize() - turned[0]).abs().max() < 0.06
+    out = flash_attn_func(*scaled, causal=True, out_dtype=torch.float16)
+    assert (out - flash_attn_func(*turned, v, causal=True)).abs().max() < 0.15
+
+
+def test_packed_and_strided_inputs_and_q_alone():
+    q, k, v = sides(torch.float16, "cpu")
+    cos, sin = tables()
+    wanted = rotate_and_quantize(q, k, v, cos, sin)
+    packed = torch.cat((q, k, v), 2)
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    ways = {
+        "packed": rotate_and_quantize(packed, None, None, cos, sin, num_heads_q=4),
+        "strided": rotate_and_quantize(*transposed, cos, sin),
+        "q": (rotate_and_quantize(q, None, None, cos, sin),),
+    }
+    compiled = torch.compile(
+        lambda *x: [(y.data, y.descale) for y in rotate_and_quantize(*x)],
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for name, found in ways.items():
+        for one, other in zip(found, wanted, strict=name != "q"):
+            assert isinstance(one, BlockScaled)
+            assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8)), name
+            assert torch.equal(one.descale, other.descale), name
+    for (data, descale), other in zip(compiled(q, k, v, cos, sin), wanted, strict=True):
+        assert torch.equal(data.view(torch.uint8), other.data.view(torch.uint8))
+        assert torch.equal(descale, other.descale)
+
+
+Q, K, V = sides(torch.float16, "cpu")
+COS, SIN = tables()
+WRONG = {
+    "few positions": ((Q, K, V, COS[:99], SIN[:99]), {}, r"rotary_cos.shape\[0\] must be >= 150"),
+    "positions": (
+        (Q, K, V, COS, SIN), {"positions": torch.full((2, 150), 200)}, "between 0 and 199, rows of",
+    ),
+    "positions' shape": ((Q, K, V, COS, SIN), {"positions": torch.ones(150).int()}, "positions.sh"),
+    "no tables": ((Q, K, V), {"positions": torch.ones(2, 150).int()}, "positions must be None"),
+    "sin alone": ((Q, K, V, None, SIN), {}, "rotary_cos must be given with the other"),
+    "wide tables": ((Q, K, V, *tables(66)), {}, r"rotary_cos.shape\[1\] must be between 1 and 32"),
+    "head dim": (sides(torch.float16, "cpu", (40, 40)), {}, "a power of two with hadamard=True"),
+    "norm's shape": ((Q, K, V), {"q_norm": torch.ones(32)}, r"q_norm.shape must be \(64,\)"),
+    "norm's dtype": ((Q, K, V), {"k_norm": torch.ones(64).int()}, "k_norm.dtype must be one of"),
+    "norm of no k": ((Q,), {"k_norm": torch.ones(64)}, "k_norm must be None without k"),
+    "smooth q": ((Q,), {"smooth_k": True}, "smooth_k must be False without k"),
+    "k alone": ((Q, K), {}, "v must be given with the other"),
+    "heads": ((Q,), {"num_heads_q": 3}, "num_heads_q must be such that an even number of 4"),
+    "dtype": ((Q.float(), K, V), {}, "q.dtype must be one of"),
+    "tokens": ((Q, K[:, :9], V), {}, r"k.shape must be \(2, 150, 2, 64\)"),
+    "block": ((Q, K, V), {"block": 32}, "block must be one of"),
+    "edges": (
+        [x.flatten(0, 1) for x in (Q, K, V)],
+        {"cu_seqlens": torch.tensor((0, 400), dtype=torch.int32), "max_seqlen": 400},
+        r"cu_seqlens\[-1\] must be <= 300",
+    ),
+    "max_seqlen": ((Q, K, V), {"max_seqlen": 4}, "max_seqlen must be given with cu_seqlens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name):
+    arguments, named, sentence = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=f"^rotate_and_quantize: .*{sentence}"):
+        rotate_and_quantize(*arguments, **named)
+
+
+def test_a_gradient_is_refused():
+    with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
+        rotate_and_quantize(Q.clone().requires_grad_(), K, V)
