@@ -15,7 +15,7 @@ from flashattn3 import (
 )
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.integrations.rotary import apply_rotary
-from flashattn3.quantization.embedded import Embedding, embedded
+from flashattn3.quantization.embedding import Embedding, embedded
 
 EDGES = (0, 33, 33, 150)
 

@@ -13,6 +13,7 @@ from ..call.quantization_limits import BLOCKS
 from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced, refuse_gradients
+from .embedding import Embedding
 
 _FUNCTION = "rotate_and_quantize"
 
@@ -80,8 +81,8 @@ def rotate_and_quantize(
             _expect_tensor(name, weight, q, (q.shape[-1],))
     _check_rotary(q, rotary_cos, rotary_sin, positions, cu_seqlens, longest)
     refuse_gradients(_FUNCTION, q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
-    from .embedded import Embedding, Lengths  # its custom operators import Triton
-    from .embedded import rotate_and_quantize as run
+    from .embedding_dispatch import Lengths  # its custom operators import Triton
+    from .embedding_dispatch import rotate_and_quantize as run
 
     embedding = Embedding(q_norm, k_norm, rotary_cos, rotary_sin, positions, interleaved, eps)
     lengths = Lengths(cu_seqlens, longest)

@@ -12,7 +12,7 @@ from ..backends.triton.kernels.rotate_quantize import rotate_quantize_block
 from ..call import permuted_v
 from ..call.dtypes import FP8, INT8
 from ..call.hadamard import signs
-from .embedded import Embedding
+from .embedding import Embedding
 from .torch_operations import LARGEST
 from .triton_launch import tile
 

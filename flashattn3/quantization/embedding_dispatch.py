@@ -9,30 +9,12 @@ import torch
 from torch import Tensor
 
 from ..backends.device import describe_device
-from ..backends.reference.rotary import rotated
 from ..call import permuted_v
 from ..call.dtypes import FP8
-from ..call.token_positions import token_positions
 from . import dispatch
+from .embedding import Embedding, embedded
 
 MAX_TILE_BELOW_90 = 128 * 128
-
-
-class Embedding(NamedTuple):
-    """What happens to q and k before they are quantized.
-
-    q_norm, k_norm: weights of RMSNorm (head_dim,); None: no norm. eps: of the norm.
-    cos, sin: (positions, rotary_dim / 2); None: no rotation. positions: int32 (batch, seqlen),
-        varlen (total,); None: those in the sequence. interleaved: pairs are neighbouring columns.
-    """
-
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    positions: Tensor | None
-    interleaved: bool
-    eps: float
 
 
 class Lengths(NamedTuple):
@@ -60,23 +42,6 @@ def rotate_and_quantize(
     found = (_opaque if dispatch.is_opaque(q) else _run)(*given)
     data = found[:6] if k is not None else (*found[:2], *(None,) * 4)
     return *data, found[6] if smooth_k else None
-
-
-def embedded(
-    x: Tensor, weight: Tensor | None, embedding: Embedding, cu_seqlens: Tensor | None
-) -> Tensor:
-    """q or k in float32, normalized and rotated, in torch operations."""
-    x = x.float()
-    if weight is not None:
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + embedding.eps) * weight.float()
-    if embedding.cos is None:
-        return x
-    position = embedding.positions
-    if position is None:
-        position = token_positions(x.shape[-3], x.device, cu_seqlens).position
-        position = position.expand(x.shape[:-2])
-    rows, tables = x.flatten(0, -3), (embedding.cos, embedding.sin)
-    return rotated(rows, *tables, position.flatten().long(), embedding.interleaved).view(x.shape)
 
 
 def _run(
@@ -107,7 +72,7 @@ def _run(
     of_mean = nothing if mean is None else mean
     widest = q if k is None or q.shape[-1] >= v.shape[-1] else v
     if dispatch.on_triton(widest) and _fits_on_chip(widest, block):
-        from .embedded_launch import rotate_and_quantize as launch  # imports Triton
+        from .embedding_launch import rotate_and_quantize as launch  # imports Triton
 
         layout = "rows" if k is None else dispatch.layout_of_v(v)
         how = cu_seqlens, max_seqlen, block, hadamard, qk_dtype, mean, layout == "permuted"
