@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -65,21 +66,24 @@ def write_if_changed(path: Path, text: str) -> None:
 def tensors_header() -> str:
     """The tensors of a call, and what a plan depends on, as lists of C++ macros."""
     table = _load("call", "tensor_fields")
-    kinds = {table.ROWS: "ROWS", table.EDGES: "EDGES", table.LENGTHS: "LENGTHS"}
+    kinds = {kind: name for name, kind in vars(table).items() if isinstance(kind, table.Kind)}
 
-    def kind_of(field: object) -> str:
-        return kinds.get(field.kind, "OPTIONAL" if field.is_optional else "REQUIRED")
+    def need_of(field: object) -> str:
+        return "OPTIONAL" if field.is_optional else "REQUIRED"
 
-    def macro(name: str, fields: tuple) -> str:
+    def macro(name: str, fields: tuple, kind_of: Callable = need_of) -> str:
         items = " ".join(f"{kind_of(field)}({field.name})" for field in fields)
         taken = dict.fromkeys(map(kind_of, fields))
         return f"#define FLASHATTN3_{name}({', '.join(taken)}) {items}\n"
 
     return (
         "// Written by the build from flashattn3/call/tensor_fields.py.\n#pragma once\n\n"
-        "// The tensors of a call, and those of a call whose launch is found from its tensors.\n"
+        "// The tensors of a call, those that change scores apart; those of a call whose launch\n"
+        "// is found from its tensors; and both of these by kind.\n"
         + macro("TENSORS", table.TENSORS)
-        + macro("FOUND_TENSORS", table.FOUND)
+        + macro("SCORE_TENSORS", table.FOUND_SCORES)
+        + macro("FOUND_TENSORS", table.FOUND_ROWS)
+        + macro("FOUND_PLAN", table.FOUND, lambda field: kinds[field.kind])
         + "// The tensors of a cached call and of an append.\n"
         + macro("DECODE_TENSORS", table.DECODE_TENSORS)
         + macro("APPEND_TENSORS", table.APPEND_TENSORS)
@@ -87,7 +91,8 @@ def tensors_header() -> str:
         + f'#define FLASHATTN3_DECODE_SCHEMA "{table.schema(table.DECODE_TENSORS, "=None")}"\n'
         + f'#define FLASHATTN3_APPEND_SCHEMA "{table.schema(table.APPEND_TENSORS)}"\n'
         + f'#define FLASHATTN3_SCHEMA "{table.schema()}"\n'
-        + f'#define FLASHATTN3_FOUND_SCHEMA "{table.schema(table.FOUND)}"\n'
+        + f'#define FLASHATTN3_SCORES "{table.schema(table.FOUND_SCORES, "=None")}"\n'
+        + f'#define FLASHATTN3_FOUND_SCHEMA "{table.schema(table.FOUND_ROWS, "=None")}"\n'
         + "// What of a cached call a plan depends on.\n#define FLASHATTN3_CACHED_PLAN(FIELD) "
         + " ".join(f"FIELD({name})" for name in table.CACHED_PLAN)
         + "\n"

@@ -266,13 +266,14 @@ def check_calls_like_an_earlier_one(host):
         results; whether Python looked for a plan."""
         function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
         leaves, results = [x.detach().requires_grad_(gradients) for x in tensors], []
+        learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 
         def both():
             found = function(*leaves, causal=True, **options)
-            out = found[0] if options.get("return_lse") else found
-            results.extend(found if options.get("return_lse") else [out])
+            results.extend(found if isinstance(found, tuple) else [found])
             if gradients:
-                results.extend(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+                ones = torch.ones_like(results[0])
+                results.extend(torch.autograd.grad(results[0], leaves + learned, ones))
 
         before = operators._plan.cache_info()[:2]
         events = [x for x in events_of(host, both) if x[0] not in ("descriptor", "strides")]
@@ -302,9 +303,28 @@ def check_calls_like_an_earlier_one(host):
         for _ in range(2):
             assert is_planned_in_python(unaligned, is_bhsd, gradients)
         assert is_planned_in_python(given(is_bhsd), is_bhsd, gradients, softmax_scale=0.3)
-        for _ in range(2):  # the node does not differentiate lse
-            planned = is_planned_in_python(given(is_bhsd), is_bhsd, gradients, return_lse=True)
-        assert planned == gradients
+        for score in (
+            {"return_lse": True},  # the node in C++ differentiates out and q, k and v alone
+            {"return_max_logit": True},
+            {"sinks": torch.randn(4)},
+            {"sinks": torch.randn(4).bfloat16()},
+            {"alibi_slopes": torch.rand(4)},
+            {"alibi_slopes": torch.rand(2, 4), "sinks": torch.randn(4), "return_max_logit": True},
+            {"bias": torch.randn(1, 4, 56, 56).bfloat16()},
+            {"bias": torch.randn(2, 1, 56, 56).bfloat16(), "sinks": torch.randn(4)},
+        ):
+            for name in {"sinks", "bias"} & {*score}:
+                score[name].requires_grad_(gradients)
+            tensors = given(is_bhsd)
+            known = {
+                x.data_ptr() for x in (*tensors, *score.values()) if isinstance(x, torch.Tensor)
+            }
+            first, kinds, planned = run(tensors, is_bhsd, gradients, **score)
+            assert planned
+            for _ in range(2):
+                events, found, planned = run(tensors, is_bhsd, gradients, **score)
+                assert found == kinds and not planned, score
+                expect_same_events(events, first, known)
         with use_backend("reference"):
             assert is_planned_in_python(given(is_bhsd), is_bhsd, gradients)
         function = flash_attn_bhsd_func if is_bhsd else flash_attn_func

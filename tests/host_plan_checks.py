@@ -16,7 +16,7 @@ from host_cached_checks import passed_by, use_cached_calls
 from flashattn3.call.cached import DECODE
 from flashattn3.call.fields import CALL, Options
 from flashattn3.call.operands import Tensors
-from flashattn3.call.tensor_fields import CACHED_PLAN, FOUND, ROWS, TENSORS
+from flashattn3.call.tensor_fields import BIAS, CACHED_PLAN, EDGES, FOUND, ROWS, SINKS, SLOPES
 from flashattn3.run import doors, operators
 from flashattn3.run.launches import cached_launch_cache
 
@@ -57,48 +57,114 @@ def changed_edges(edges):
     yield "address", edges.clone()
 
 
+def changed_sinks(sinks):
+    yield "given", None
+    yield "dtype", sinks.bfloat16()
+    yield "readable", torch.zeros(8)[::2]
+    yield from unplanned(sinks)
+
+
+def changed_slopes(slopes):
+    yield "given", None
+    yield "rank", slopes[0] if slopes.ndim == 2 else torch.zeros(2, 4)
+    yield "readable", torch.zeros(*slopes.shape[:-1], 8)[..., ::2]
+    if slopes.ndim == 2:
+        yield "strides", torch.zeros(2, 8)[:, :4]
+    yield from unplanned(slopes)
+
+
+def changed_bias(bias):
+    zeros = partial(torch.zeros, dtype=torch.bfloat16)
+    yield "given", None
+    yield "dtype", bias.half()
+    yield "sizes", zeros(2, 4, 40, 40)
+    yield "sizes", zeros(1, 1, 40, 40)
+    yield "readable", zeros(1, 4, 40, 41)[..., 1:]
+    yield "readable", zeros(1, 4, 1, 40).expand(1, 4, 40, 40)
+    yield "strides", zeros(1, 4, 40, 48)[..., :40]
+    yield from unplanned(bias)
+
+
+def unplanned(x):
+    yield "values", x + 1
+    yield "address", x.clone()
+    yield "requires_grad", x.clone().requires_grad_()
+
+
+CHANGES = {
+    EDGES: changed_edges,
+    SINKS: changed_sinks,
+    SLOPES: changed_slopes,
+    BIAS: changed_bias,
+}
+# No kernel takes slopes and a bias.
+SCORES = (
+    {},
+    {"sinks": torch.zeros(4), "alibi_slopes": torch.zeros(4)},
+    {"alibi_slopes": torch.zeros(2, 4)},
+    {"sinks": torch.zeros(4), "bias": torch.zeros(1, 4, 40, 40).bfloat16()},
+)
+
+
 def is_shared(cache, tensors) -> bool:
     """Whether the operators of both passes find a launch for the tensors."""
     q, *_ = tensors
     with torch.no_grad():
-        out, lse = cache.operators.forward(cache.number, *tensors)
+        out, lse = cache.operators.forward_scores(cache.number, *tensors)
         known = torch.zeros(2, 40, 4, 64, dtype=q.dtype), torch.zeros(2, 4, 40)
         if tensors[3] is not None:  # (heads, rows) of all sequences
             known = known[0], torch.zeros(4, 2, 40).transpose(0, 1)
         given = (torch.zeros_like(known[0]), *known) if out is None else (out.clone(), out, lse)
-        dq, _, _ = cache.operators.backward(cache.number, *given, *tensors)
+        of_call = cache.number, *given, *tensors
+        dq, *_, dsinks, dbias = cache.operators.backward_scores(*of_call, True)
+        if tensors[5] is tensors[6] is tensors[7] is None:
+            assert (cache.operators.forward(cache.number, *tensors[:5])[0] is None) == (out is None)
+            assert (cache.operators.backward(*of_call[:-3])[0] is None) == (out is None)
     assert (out is None) == (dq is None)
+    if out is not None:
+        sinks, _, bias = tensors[5:]
+        for gradient, x in ((dsinks, sinks), (dbias, bias)):
+            assert (gradient is None) == (x is None)
+            assert x is None or (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
     return out is not None
 
 
 def check_calls_that_differ_in_one_tensor(host):
     """Never a shared launch where a plan depends on the property, always elsewhere."""
-    assert [field.name for field in FOUND] == [*SHAPES, "cu_seqlens_q", "cu_seqlens_k"]
-    found = torch.ops.flashattn3_hopper.forward_kept.default._schema.arguments[1:]
-    assert [x.name for x in found] == [field.name for field in TENSORS if field.found]
+    names = [field.name for field in FOUND]
+    found = torch.ops.flashattn3_hopper.forward_kept.scores._schema.arguments[1:]
+    assert [x.name for x in found] == [*names, "max_logit"]
     edges = torch.tensor([0, 40, 80], dtype=torch.int32)
-    for is_bhsd, varlen in product((True, False), repeat=2):
+    for is_bhsd, varlen, scores in product((True, False), (True, False), SCORES):
+        if varlen and "bias" in scores:
+            continue
         sides = [torch.zeros(shape).bfloat16() for shape in SHAPES.values()]
-        given = {name: in_axes(x, is_bhsd) for name, x in zip(SHAPES, sides, strict=True)}
+        given = dict.fromkeys(names) | scores
+        given |= {name: in_axes(x, is_bhsd) for name, x in zip(SHAPES, sides, strict=True)}
         given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), edges if varlen else None)
         options = Options(softmax_scale=0.25 + is_bhsd + 2 * varlen, backend="")
-        indices = edges if varlen else None
         in_rows = [x.flatten(0, 1) if varlen else x for x in sides]
-        launch = operators.launch_of(Tensors(*in_rows, indices, indices), options)
+        indices = (edges if varlen else None,) * 2
+        launch = operators.launch_of(Tensors(*in_rows, *indices, **scores), options)
         cache = doors.launch_cache(options, is_bhsd)
         cache.keep(launch.keep, is_bhsd, *given.values())
         assert is_shared(cache, tuple(given.values()))
-        for field in FOUND if varlen else FOUND[: len(SHAPES)]:
+        for field in FOUND:
+            value = given[field.name]
+            if value is None:
+                continue
             if field.kind is ROWS:
                 changes = [
                     (x, in_axes(value, is_bhsd)) for x, value in changed_rows(field.name, varlen)
                 ]
             else:
-                changes = [*changed_edges(edges)]
-            for name, value in changes:
-                shared = is_shared(cache, tuple((given | {field.name: value}).values()))
-                assert shared == (name not in field.kind.plan), (field.name, name, is_bhsd, varlen)
+                changes = [*CHANGES[field.kind](value)]
+            for name, other in changes:
+                shared = is_shared(cache, tuple((given | {field.name: other}).values()))
+                wanted = name not in field.kind.plan
+                assert shared == wanted, (field.name, name, is_bhsd, varlen, [*scores])
             assert {name for name, _ in changes} >= {*field.kind.plan} - {"device"}
+        doors.launch_cache.cache_clear()  # the next call has the same options
 
 
 def other_value(name: str, value):

@@ -4,6 +4,7 @@ saved, which errors are raised and what the driver gets."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -69,6 +70,45 @@ def check_what_a_call_saves(host):
                     assert kind == NODES[1] or has_node
             patch.undo()
             forget()
+
+
+def check_calls_that_change_scores(host):
+    """What they save, and the errors for exchanged tensors, are the same whether the operators find
+    the launch of a call or Python plans it."""
+    for is_bhsd, scores in product(
+        (False, True),
+        (
+            {"sinks": torch.zeros(4, requires_grad=True)},
+            {"sinks": torch.zeros(4).half(), "alibi_slopes": torch.zeros(1, 4)},
+            {"bias": torch.zeros(1, 4, 72, 72).half().requires_grad_()},
+            {"alibi_slopes": torch.zeros(4), "return_max_logit": True},
+        ),
+    ):
+        attention, tensors = attention_of(is_bhsd, **scores), inputs(72, d=64)
+        given = [x for x in scores.values() if isinstance(x, torch.Tensor)]
+        wanted = saved_of(*tensors, is_bhsd) + [(tuple(x.shape), x.dtype) for x in given]
+
+        def out_of(*tensors, attention=attention):
+            found = attention(*tensors)
+            return found[0] if isinstance(found, tuple) else found
+
+        errors = []
+        for finds in (True, False):
+            patch = pytest.MonkeyPatch() if finds else without_node()
+            for _ in range(2):
+                assert saved_by(partial(attention, *tensors)) == wanted
+            planned = operators._plan.cache_info()[:2]
+            attention(*tensors)
+            assert (operators._plan.cache_info()[:2] == planned) == finds
+            for kind, index in product(WRONG, range(5)):
+                if kind == "device" or (kind == "shape" and index in (0, 2)):
+                    continue
+                with pytest.raises(ValueError, match=r"^flash_attn\w+: saved") as error:
+                    gradients_of(with_hook(out_of, WRONG[kind], index), tensors)
+                errors.append(str(error.value))
+            patch.undo()
+            forget()
+        assert errors[: len(errors) // 2] == errors[len(errors) // 2 :]
 
 
 def check_checkpoints(host):

@@ -523,19 +523,18 @@ def test_the_operators_of_calls_that_change_scores_get_what_changes_them():
         dbias = torch.ones(1, 4, 9, 16) if with_dbias else None  # rows of 16 bytes
         return (*gradients(*others), torch.ones(4), dbias)
 
-    library = library_double(
-        forward=None, backward=None, forward_with_scores=recorder, backward_with_scores=backward
-    )
+    library = library_double(forward_scores=recorder, backward_scores=backward)
     backend = HopperBackend(library=lambda: library, only_measured=False)
     found = plan(tensors, backend, return_max_logit=True)
     out, lse, max_logit = found.launch.forward(tensors)
     assert recorder.descales[:3] == (None,) * 3
     assert recorder.descales[3] is tensors.sinks and recorder.descales[4] is tensors.alibi_slopes
     assert recorder.descales[5] is None and recorder.descales[6] is max_logit
+    assert recorder.indices == (None,) * 4
     assert out.shape == (2, 9, 4, 20)
     assert max_logit.tolist() == [-math.inf] * 4 and max_logit.dtype == torch.float32
     out = plan(tensors, backend).launch.forward(tensors)[0]
-    assert recorder.descales[6] is None
+    assert len(recorder.descales) == 6
     launch = plan(tensors, backend).launch
     *sides, dsinks, dbias = launch.backward(torch.ones_like(out), None, out, lse, tensors, False)
     assert [x.shape for x in sides] == [x.shape for x in given[:3]]
@@ -559,7 +558,7 @@ def test_sinks_without_scores_have_the_gradient_of_lse(batch, queries, keys):
     def backward(launch, dout, dlse, out, lse, q, k, v, *rest):
         return q, k, v, torch.full((4,), math.nan), None
 
-    library = library_double(backward_with_scores=backward)
+    library = library_double(backward_scores=backward)
     backend = HopperBackend(library=lambda: library, only_measured=False)
     launch = plan(given, backend).launch
     out, lse = torch.zeros(batch, queries, 4, 64).half(), torch.randn(batch, 4, queries)

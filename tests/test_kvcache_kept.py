@@ -348,7 +348,7 @@ def test_watched_calls_do_not_go_to_the_operator(double):
 def test_a_cache_beyond_the_last_with_a_node_has_none(monkeypatch):
     """Gradients may ask for any cache with a node, so that none is dropped."""
     monkeypatch.setattr(launches, "MOST", len(launches._with_node))
-    operators = PassOperators(object(), None, None)
+    operators = PassOperators(object(), *(None,) * 4)
     cache = LaunchCache(None)
     cache.keep(lambda number: operators)
     assert cache.operators is operators and cache.node is None

@@ -22,17 +22,22 @@ struct Shape {
   int64_t size[5];
 };
 
-// The tensors that both passes read, arguments of every attention operator: FLASHATTN3_SCHEMA.
-// varlen: the cu_seqlens are given. bhsd: q, k and v have their heads before their tokens; not with
-// varlen.
+// The tensors that both passes read, arguments of every attention operator: FLASHATTN3_SCHEMA, and
+// those that change scores, FLASHATTN3_SCORES. varlen: the cu_seqlens are given. bhsd: q, k and v
+// have their heads before their tokens; not with varlen.
+//   sinks: (num_heads_q), float32 or 16 bits. alibi_slopes: float32, (num_heads_q) or (batch,
+//   num_heads_q). Dense along their heads. bias: of q's dtype, (batch or 1, num_heads_q or 1,
+//   seqlen_q, seqlen_k), as TMA reads it.
 struct CallTensors {
-#define FLASHATTN3_ROWS(name) Tensor name;
-#define FLASHATTN3_INDEX(name) std::optional<Tensor> name;
-  FLASHATTN3_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_INDEX, FLASHATTN3_INDEX)
-#undef FLASHATTN3_ROWS
-#undef FLASHATTN3_INDEX
+#define FLASHATTN3_REQUIRED(name) Tensor name;
+#define FLASHATTN3_OPTIONAL(name) std::optional<Tensor> name;
+  FLASHATTN3_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)
+  FLASHATTN3_SCORE_TENSORS(FLASHATTN3_OPTIONAL)
+#undef FLASHATTN3_REQUIRED
+#undef FLASHATTN3_OPTIONAL
   bool bhsd = false;
 
+  // Takes all but those that change scores.
   static CallTensors take(Arguments& arguments);
   // Whether used lengths shorten the sequences.
   bool shortened() const { return seqused_q || seqused_k; }
@@ -55,25 +60,19 @@ Shape rows_shape(const AttentionProblem& problem, const Axes& axes, int64_t toke
 // (batch, num_heads_q, seqlen_q), or with varlen (num_heads_q, total_q): of lse.
 Shape lse_shape(const AttentionProblem& problem);
 
-// The tensors that change scores, where a call has one: FLASHATTN3_SCORES.
-//   sinks: (num_heads_q), float32 or 16 bits. alibi_slopes: float32, (num_heads_q) or (batch,
-//   num_heads_q). Dense along their heads. bias: of q's dtype, (batch or 1, num_heads_q or 1,
-//   seqlen_q, seqlen_k), as TMA reads it.
-#define FLASHATTN3_SCORES "Tensor? sinks, Tensor? alibi_slopes, Tensor? bias"
-struct ScoreTensors {
-  std::optional<Tensor> sinks, alibi_slopes, bias;
-
-  static ScoreTensors take(Arguments& arguments) {
-    return {.sinks = arguments.take<std::optional<Tensor>>(),
-            .alibi_slopes = arguments.take<std::optional<Tensor>>(),
-            .bias = arguments.take<std::optional<Tensor>>()};
-  }
-};
+// Takes the tensors that change scores, which the overload "scores" of an operator has behind the
+// arguments of its other overload: torch takes 0.1 us for each argument, given or not.
+template <class Tensors>
+void take_scores(Arguments& arguments, Tensors& tensors) {
+#define FLASHATTN3_OPTIONAL(name) tensors.name = arguments.take<std::optional<Tensor>>();
+  FLASHATTN3_SCORE_TENSORS(FLASHATTN3_OPTIONAL)
+#undef FLASHATTN3_OPTIONAL
+}
 
 // Checks them, and fills what ForwardParams has of them. device: of q.
-void check_scores(const char* function, const AttentionProblem& problem, const ScoreTensors& scores,
+void check_scores(const char* function, const AttentionProblem& problem, const CallTensors& tensors,
                   int device);
-void set_scores(ForwardParams& params, const ScoreTensors& scores);
+void set_scores(ForwardParams& params, const CallTensors& tensors);
 
 // Checks q, k, the token positions and, if it has rows, v: all but their dtypes, which the plan
 // determined. v_is_permuted: v's shape is left to the caller.
@@ -110,7 +109,6 @@ int device_of(const char* function, const CallTensors& tensors);
 struct ForwardCall {
   CallTensors tensors;
   std::optional<Tensor> q_descale, k_descale, v_descale;
-  ScoreTensors scores;
   std::optional<Tensor> max_logit;  // (num_heads_q), float32: -inf before the call
 };
 
@@ -126,15 +124,14 @@ struct BackwardCall {
   std::optional<Tensor> dlse;
   Tensor out, lse;
   CallTensors tensors;
-  ScoreTensors scores;
-  std::optional<Tensor> dsinks;  // as the sinks; the call writes it
-  bool with_dbias = false;       // whether the bias needs a gradient
+  bool with_dbias = false;  // whether the bias needs a gradient
 };
 
 // In the axes of q, k and v, as new_rows allocates them.
 struct Gradients {
   Tensor dq, dk, dv;
-  std::optional<Tensor> dbias;  // (.., seqlen_k rounded up to a multiple of 8), else as the bias
+  std::optional<Tensor> dsinks;  // as the sinks
+  std::optional<Tensor> dbias;   // (.., seqlen_k rounded up to a multiple of 8), else as the bias
 };
 
 // From a prepared launch and the tensors of a call to new results, on torch's current stream of the

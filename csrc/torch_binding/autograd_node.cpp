@@ -107,31 +107,16 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   const GivenTensors given{
       .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
   const int64_t options = Rest::take(arguments).options("forward");
-  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
+  const Tensor &q = given.q, &k = given.k, &v = given.v;
   const std::optional<KeptPasses> kept = find_passes(options, given);
   if (kept && fits_tma(q) && fits_tma(k) && fits_tma(v)) {
     const CallTensors tensors{.q = q, .k = k, .v = v, .bhsd = kept->bhsd};
-    const auto [out, lse] = run_kept_forward("forward", *kept, tensors);
+    const auto [out, lse] = run_kept_forward("forward", *kept, {.tensors = tensors});
     return return_results(stack, std::tuple(out, lse));
   }
   const auto [out, lse] =
       run_in_python<2>("flashattn3_hopper::forward_in_python", options, q, k, v);
   return_results(stack, std::tuple(out, lse));
-}
-
-// Returns whether a call with these q, k and v saves such tensors, and dout fits its out.
-bool are_of_call(const Tensor& dout, const Tensor& out, const Tensor& lse,
-                 const GivenTensors& given, const Axes& axes) {
-  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
-  const auto fits = [&](const Tensor& x) {
-    return x.dim() == 4 && x.size(0) == q.size(0) && x.size(1) == q.size(axes.rows) &&
-           x.size(2) == q.size(axes.heads) && x.size(3) == v.size(3) &&
-           dtype_of(x) == dtype_of(q) && x.get_device_index() == q.get_device_index();
-  };
-  return fits(dout) && fits(out) && lse.dim() == 3 && lse.size(0) == q.size(0) &&
-         lse.size(1) == q.size(axes.heads) && lse.size(2) == q.size(axes.rows) &&
-         dtype_of(lse) == aoti_torch_dtype_float32() &&
-         lse.get_device_index() == q.get_device_index();
 }
 
 // Saved tensors are those of the forward, but hooks on them may have returned others.
@@ -142,21 +127,20 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
       .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
   const Tensor out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
   const int64_t options = Rest::take(arguments).options("backward");
-  const auto& [q, k, v, cu_seqlens_q, cu_seqlens_k] = given;
   const std::optional<KeptPasses> kept = find_passes(options, given);
   if (kept && are_of_call(dout, out, lse, given, kept->axes())) {
     const BackwardCall call{.dout = in_aligned_rows(dout),
                             .out = in_aligned_rows(out),
                             .lse = in_dense_memory(lse),
-                            .tensors = {.q = in_aligned_rows(q),
-                                        .k = in_aligned_rows(k),
-                                        .v = in_aligned_rows(v),
+                            .tensors = {.q = in_aligned_rows(given.q),
+                                        .k = in_aligned_rows(given.k),
+                                        .v = in_aligned_rows(given.v),
                                         .bhsd = kept->bhsd}};
-    const auto [dq, dk, dv, dbias] = run_backward("backward", kept->backward, call);
-    return return_results(stack, std::tuple(dq, dk, dv));
+    const Gradients found = run_backward("backward", kept->backward, call);
+    return return_results(stack, std::tuple(found.dq, found.dk, found.dv));
   }
-  const auto [dq, dk, dv] =
-      run_in_python<3>("flashattn3_hopper::backward_in_python", options, dout, out, lse, q, k, v);
+  const auto [dq, dk, dv] = run_in_python<3>("flashattn3_hopper::backward_in_python", options, dout,
+                                             out, lse, given.q, given.k, given.v);
   return_results(stack, std::tuple(dq, dk, dv));
 }
 

@@ -72,7 +72,7 @@ void clear(const Tensor& tensor, cudaStream_t stream) {
 // Rows of gradients that belong to no sequence become 0: with varlen by the launch.
 void run(const BackwardKernel& kernel, const AttentionProblem& problem, const BackwardCall& call,
          const Gradients& gradients, int device) {
-  const auto& [dq, dk, dv, dbias] = gradients;
+  const auto& [dq, dk, dv, dsinks, dbias] = gradients;
   const bool varlen = problem.varlen;
   const Axes& axes = axes_of(problem, call.tensors.bhsd);
   const cudaStream_t stream = current_stream(device);
@@ -94,8 +94,8 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
       .workspace = workspace ? workspace->data_ptr() : nullptr,
   };
   params.forward.v_stride = row_strides(call.tensors.v, axes);
-  set_scores(params.forward, call.scores);
-  if (call.dsinks) params.dsinks = call.dsinks->data_ptr();
+  set_scores(params.forward, call.tensors);
+  if (dsinks) params.dsinks = dsinks->data_ptr();
   std::optional<Tensor> ds;
   if (dbias) {
     params.dbias = dbias->data_ptr();
@@ -112,31 +112,22 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
   kernel.launch(kernel.info.name, params, stream);
 }
 
-void backward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr char kName[] = "backward";
-  Arguments arguments(stack);
-  const Tensor launch = arguments.take<Tensor>();
-  const BackwardCall call = take_call(arguments);
-  const auto [dq, dk, dv, dbias] =
-      run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
-  return_results(stack, std::tuple(dq, dk, dv));
-}
-
 // dsinks: None without sinks. dbias: None unless with_dbias; its rows are longer than the bias's
 // where seqlen_k is no multiple of 8.
-void backward_with_scores(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr char kName[] = "backward_with_scores";
-  Arguments arguments(stack);
+void backward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  constexpr char kName[] = "backward";
+  Arguments arguments(stack, num_arguments);
   const Tensor launch = arguments.take<Tensor>();
   BackwardCall call = take_call(arguments);
-  call.scores = ScoreTensors::take(arguments);
-  call.with_dbias = arguments.take<bool>();
-  if (const auto& sinks = call.scores.sinks) {
-    call.dsinks = new_tensor<1>({sinks->numel()}, dtype_of(*sinks), sinks->get_device_index());
+  const bool has_scores = arguments.has_more();
+  if (has_scores) {
+    take_scores(arguments, call.tensors);
+    call.with_dbias = arguments.take<bool>();
   }
-  const auto [dq, dk, dv, dbias] =
+  const auto [dq, dk, dv, dsinks, dbias] =
       run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
-  return_results(stack, std::tuple(dq, dk, dv, call.dsinks, dbias));
+  if (!has_scores) return return_results(stack, std::tuple(dq, dk, dv));
+  return_results(stack, std::tuple(dq, dk, dv, dsinks, dbias));
 }
 
 void backward_into(StableIValue* stack, uint64_t, uint64_t) {
@@ -162,15 +153,18 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
   const AttentionProblem& problem = launch.problem;
   check_call(function, problem, call);
   const int device = device_of(function, call.tensors);
-  check_scores(function, problem, call.scores, device);
+  check_scores(function, problem, call.tensors, device);
   const DeviceGuard guard(device);
   const int32_t dtype = dtype_of(call.tensors.q);
   const auto gradient_of = [&](int64_t tokens, int64_t heads, int64_t columns) {
     return new_rows(problem, axes_of(problem, call.tensors.bhsd), tokens, heads, columns, dtype,
                     device);
   };
-  std::optional<Tensor> dbias;
-  if (const auto& bias = call.scores.bias; bias && call.with_dbias) {
+  std::optional<Tensor> dsinks, dbias;
+  if (const auto& sinks = call.tensors.sinks) {
+    dsinks = new_tensor<1>({problem.num_heads_q}, dtype_of(*sinks), device);
+  }
+  if (const auto& bias = call.tensors.bias; bias && call.with_dbias) {
     const int64_t row = bias_pitch(problem.seqlen_k);
     dbias = new_tensor<4>({bias->size(0), bias->size(1), bias->size(2), row}, dtype, device);
   }
@@ -178,6 +172,7 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
       .dq = gradient_of(problem.total_q, problem.num_heads_q, problem.head_dim),
       .dk = gradient_of(problem.total_k, problem.num_heads_kv, problem.head_dim),
       .dv = gradient_of(problem.total_k, problem.num_heads_kv, problem.head_dim_v),
+      .dsinks = dsinks,
       .dbias = dbias};
   run(backward_kernel(launch.config), problem, call, gradients, device);
   return gradients;
@@ -187,22 +182,22 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
   "Tensor launch, Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " FLASHATTN3_SCHEMA
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("backward(" FA3_CALL ") -> (Tensor dq, Tensor dk, Tensor dv)");
-  library.def("backward_with_scores(" FA3_CALL ", " FLASHATTN3_SCORES
-              ", bool with_dbias) -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks, Tensor? "
-              "dbias)");
+  library.def("backward.scores(" FA3_CALL ", " FLASHATTN3_SCORES
+              ", bool with_dbias=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks, "
+              "Tensor? dbias)");
   library.def("backward_into(" FA3_CALL ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("backward", backward);
-  library.impl("backward_with_scores", backward_with_scores);
+  library.impl("backward.scores", backward);
   library.impl("backward_into", backward_into);
 }
 
 // Tensors on the CPU get an error that names them.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("backward", backward);
-  library.impl("backward_with_scores", backward_with_scores);
+  library.impl("backward.scores", backward);
   library.impl("backward_into", backward_into);
 }
 

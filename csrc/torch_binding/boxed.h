@@ -13,18 +13,21 @@
 namespace flashattn3 {
 
 // Takes the arguments off the stack in the order of the schema. An operator takes all of them
-// before it can throw, so that no tensor is leaked.
+// before it can throw, so that no tensor is leaked. count: of an operator with several schemas, one
+// of which ends before the others.
 class Arguments {
  public:
-  explicit Arguments(StableIValue* stack) : next_(stack) {}
+  explicit Arguments(StableIValue* stack, uint64_t count = 0) : next_(stack), end_(stack + count) {}
 
   template <class T>
   T take() {
     return ::to<T>(*next_++);
   }
 
+  bool has_more() const { return next_ < end_; }
+
  private:
-  StableIValue* next_;
+  StableIValue *next_, *end_;
 };
 
 template <typename... Results>

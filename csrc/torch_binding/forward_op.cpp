@@ -56,11 +56,11 @@ void check_absent(const char* function, const char* name, const std::optional<Te
 }  // namespace
 
 CallTensors CallTensors::take(Arguments& arguments) {
-#define FLASHATTN3_ROWS(name) .name = arguments.take<Tensor>(),
-#define FLASHATTN3_INDEX(name) .name = arguments.take<std::optional<Tensor>>(),
-  return {FLASHATTN3_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_INDEX, FLASHATTN3_INDEX)};
-#undef FLASHATTN3_ROWS
-#undef FLASHATTN3_INDEX
+#define FLASHATTN3_REQUIRED(name) .name = arguments.take<Tensor>(),
+#define FLASHATTN3_OPTIONAL(name) .name = arguments.take<std::optional<Tensor>>(),
+  return {FLASHATTN3_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)};
+#undef FLASHATTN3_REQUIRED
+#undef FLASHATTN3_OPTIONAL
 }
 
 void expect_shape(const char* function, const char* name, const Tensor& tensor,
@@ -253,7 +253,7 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
   const cudaStream_t stream = current_stream(device);
   const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
   ForwardParams params = make_params(problem, call.tensors, out, lse, schedule);
-  set_scores(params, call.scores);
+  set_scores(params, call.tensors);
   if (call.max_logit) params.max_logit = static_cast<float*>(call.max_logit->data_ptr());
   const StreamCounters counters(device, stream);
   params.tile_counter = counters.get() == nullptr ? nullptr : counters.get()->tile;
@@ -267,22 +267,15 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
   kernel.launch(kernel.info.name, params, stream);
 }
 
-void forward(StableIValue* stack, uint64_t, uint64_t) {
+void forward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   constexpr char kName[] = "forward";
-  Arguments arguments(stack);
-  const Tensor launch = arguments.take<Tensor>();
-  const ForwardCall call = take_call(arguments);
-  const auto [out, lse] = run_forward(kName, attention_launch(kName, Pass::kForward, launch), call);
-  return_results(stack, std::tuple(out, lse));
-}
-
-void forward_with_scores(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr char kName[] = "forward_with_scores";
-  Arguments arguments(stack);
+  Arguments arguments(stack, num_arguments);
   const Tensor launch = arguments.take<Tensor>();
   ForwardCall call = take_call(arguments);
-  call.scores = ScoreTensors::take(arguments);
-  call.max_logit = arguments.take<std::optional<Tensor>>();
+  if (arguments.has_more()) {
+    take_scores(arguments, call.tensors);
+    call.max_logit = arguments.take<std::optional<Tensor>>();
+  }
   const auto [out, lse] = run_forward(kName, attention_launch(kName, Pass::kForward, launch), call);
   return_results(stack, std::tuple(out, lse));
 }
@@ -311,7 +304,7 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
   const ForwardKernel& kernel = forward_kernel(launch.config);
   check_call(function, problem, kernel.info, call);
   const int device = device_of(function, call.tensors);
-  check_scores(function, problem, call.scores, device);
+  check_scores(function, problem, call.tensors, device);
   if (call.max_logit) {
     expect_shape(function, "max_logit", *call.max_logit, {1, {problem.num_heads_q}});
     expect_on_gpu(function, "max_logit.device", *call.max_logit, device, "the GPU of q");
@@ -334,21 +327,21 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
   "Tensor launch, " FLASHATTN3_SCHEMA ", Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward(" FA3_CALL ") -> (Tensor out, Tensor lse)");
-  library.def("forward_with_scores(" FA3_CALL ", " FLASHATTN3_SCORES
-              ", Tensor(a!)? max_logit) -> (Tensor out, Tensor lse)");
+  library.def("forward.scores(" FA3_CALL ", " FLASHATTN3_SCORES
+              ", Tensor(a!)? max_logit=None) -> (Tensor out, Tensor lse)");
   library.def("forward_into(" FA3_CALL ", Tensor(a!) out, Tensor(b!) lse) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("forward", forward);
-  library.impl("forward_with_scores", forward_with_scores);
+  library.impl("forward.scores", forward);
   library.impl("forward_into", forward_into);
 }
 
 // Tensors on the CPU get an error that names them.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("forward", forward);
-  library.impl("forward_with_scores", forward_with_scores);
+  library.impl("forward.scores", forward);
   library.impl("forward_into", forward_into);
 }
 

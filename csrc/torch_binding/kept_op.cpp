@@ -61,87 +61,112 @@ bool are_readable(const GivenTensors& given, const Axes& axes) {
 CallTensors in_rows(const GivenTensors& given, const KeptPasses& kept) {
   const bool varlen = given.varlen();
   const Axes& axes = kept.axes();
-  return {.q = rows_of(given.q, axes, varlen),
-          .k = rows_of(given.k, axes, varlen),
-          .v = rows_of(given.v, axes, varlen),
-          .cu_seqlens_q = given.cu_seqlens_q,
-          .cu_seqlens_k = given.cu_seqlens_k,
-          .bhsd = kept.bhsd && !varlen};
+  CallTensors tensors{.q = rows_of(given.q, axes, varlen),
+                      .k = rows_of(given.k, axes, varlen),
+                      .v = rows_of(given.v, axes, varlen),
+                      .cu_seqlens_q = given.cu_seqlens_q,
+                      .cu_seqlens_k = given.cu_seqlens_k,
+                      .bhsd = kept.bhsd && !varlen};
+#define FLASHATTN3_OPTIONAL(name) tensors.name = given.name;
+  FLASHATTN3_SCORE_TENSORS(FLASHATTN3_OPTIONAL)
+#undef FLASHATTN3_OPTIONAL
+  return tensors;
 }
 
-std::tuple<Optional, Optional> run(int64_t options, const GivenTensors& given) {
+std::tuple<Optional, Optional> run(int64_t options, const GivenTensors& given,
+                                   const Optional& max_logit) {
   const std::optional<KeptPasses> kept = find_passes(options, given);
   if (!kept || !are_readable(given, kept->axes())) return {};
-  auto [out, lse] = run_kept_forward("forward_kept", *kept, in_rows(given, *kept));
+  const ForwardCall call{.tensors = in_rows(given, *kept), .max_logit = max_logit};
+  auto [out, lse] = run_kept_forward("forward_kept", *kept, call);
   if (!given.varlen()) return {out, lse};
   const int64_t batch = given.q.size(0);
   return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};
 }
 
-// dout, out and lse have the shapes that the forward returns.
-std::tuple<Optional, Optional, Optional> run(int64_t options, const Tensor& dout, const Tensor& out,
-                                             const Tensor& lse, const GivenTensors& given) {
+// dq, dk, dv, dsinks and dbias.
+std::tuple<Optional, Optional, Optional, Optional, Optional> run(
+    int64_t options, const Tensor& dout, const Tensor& out, const Tensor& lse,
+    const GivenTensors& given, bool with_dbias) {
   const std::optional<KeptPasses> kept = find_passes(options, given);
   const bool varlen = given.varlen();
-  if (!kept || !are_readable(given, kept->axes()) || !is_readable(dout, kBshd, varlen) ||
+  if (!kept || !are_of_call(dout, out, lse, given, kept->axes()) ||
+      !are_readable(given, kept->axes()) || !is_readable(dout, kBshd, varlen) ||
       !is_readable(out, kBshd, varlen)) {
     return {};
   }
   const Axes& axes = kept->axes();
   const int64_t batch = given.q.size(0);
   const int64_t seqlen = given.q.size(axes.rows), heads = given.q.size(axes.heads);
-  const auto is_lse = [&] {
-    if (lse.dim() != 3 || lse.size(0) != batch || lse.size(1) != heads) return false;
+  const auto is_readable_lse = [&] {
     if (!varlen) return lse.is_contiguous();
-    return lse.size(2) == seqlen && lse.stride(2) == 1 && lse.stride(1) == batch * seqlen &&
+    return lse.stride(2) == 1 && lse.stride(1) == batch * seqlen &&
            (batch == 1 || lse.stride(0) == seqlen);
   };
-  if (!is_lse()) return {};
+  if (!is_readable_lse()) return {};
   const int64_t sizes[] = {heads, batch * seqlen}, strides[] = {batch * seqlen, 1};
   const BackwardCall call{.dout = rows_of(dout, kBshd, varlen),
                           .out = rows_of(out, kBshd, varlen),
                           .lse = varlen ? view_of(lse, sizes, strides) : lse,
-                          .tensors = in_rows(given, *kept)};
-  const auto [dq, dk, dv, dbias] = run_backward("backward_kept", kept->backward, call);
+                          .tensors = in_rows(given, *kept),
+                          .with_dbias = with_dbias};
+  const auto [dq, dk, dv, dsinks, dbias] = run_backward("backward_kept", kept->backward, call);
   return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
-          batch_of(dv, batch, axes, varlen)};
+          batch_of(dv, batch, axes, varlen), dsinks, dbias};
 }
 
-void forward_kept(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
+void forward_kept(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  Arguments arguments(stack, num_arguments);
   const int64_t options = arguments.take<int64_t>();
-  return_results(stack, run(options, GivenTensors::take(arguments)));
+  const GivenTensors given = GivenTensors::take(arguments);
+  Optional max_logit;
+  if (arguments.has_more()) max_logit = arguments.take<Optional>();
+  return_results(stack, run(options, given, max_logit));
 }
 
-void backward_kept(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
+void backward_kept(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  Arguments arguments(stack, num_arguments);
   const int64_t options = arguments.take<int64_t>();
   const Tensor dout = arguments.take<Tensor>(), out = arguments.take<Tensor>(),
                lse = arguments.take<Tensor>();
-  return_results(stack, run(options, dout, out, lse, GivenTensors::take(arguments)));
+  const GivenTensors given = GivenTensors::take(arguments);
+  const bool has_scores = arguments.has_more();
+  const bool with_dbias = has_scores && arguments.take<bool>();
+  const auto [dq, dk, dv, dsinks, dbias] = run(options, dout, out, lse, given, with_dbias);
+  if (!has_scores) return return_results(stack, std::tuple(dq, dk, dv));
+  return_results(stack, std::tuple(dq, dk, dv, dsinks, dbias));
 }
 
 }  // namespace
 
 // options: as find_passes. An operator returns None if no passes are kept for such a call, or if a
-// tensor would have to be copied.
+// tensor would have to be copied, or if out and lse are not those of the call. max_logit,
+// with_dbias, dsinks and dbias: as those of forward and backward.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-  library.def("forward_kept(int options, " FLASHATTN3_FOUND_SCHEMA
-              ") -> (Tensor? out, Tensor? lse)");
-  library.def(
-      "backward_kept(int options, Tensor dout, Tensor out, Tensor lse, " FLASHATTN3_FOUND_SCHEMA
-      ") -> (Tensor? dq, Tensor? dk, Tensor? dv)");
+#define FA3_FORWARD "(int options, " FLASHATTN3_FOUND_SCHEMA
+#define FA3_BACKWARD "(int options, Tensor dout, Tensor out, Tensor lse, " FLASHATTN3_FOUND_SCHEMA
+  library.def("forward_kept" FA3_FORWARD ") -> (Tensor? out, Tensor? lse)");
+  library.def("forward_kept.scores" FA3_FORWARD ", " FLASHATTN3_SCORES
+              ", Tensor(a!)? max_logit=None) -> (Tensor? out, Tensor? lse)");
+  library.def("backward_kept" FA3_BACKWARD ") -> (Tensor? dq, Tensor? dk, Tensor? dv)");
+  library.def("backward_kept.scores" FA3_BACKWARD ", " FLASHATTN3_SCORES
+              ", bool with_dbias=False) -> (Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dsinks, "
+              "Tensor? dbias)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("forward_kept", forward_kept);
+  library.impl("forward_kept.scores", forward_kept);
   library.impl("backward_kept", backward_kept);
+  library.impl("backward_kept.scores", backward_kept);
 }
 
 // Tensors on the CPU, for which no launch is kept, get None.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("forward_kept", forward_kept);
+  library.impl("forward_kept.scores", forward_kept);
   library.impl("backward_kept", backward_kept);
+  library.impl("backward_kept.scores", backward_kept);
 }
 
 }  // namespace flashattn3

@@ -56,14 +56,15 @@ class LaunchCache {
   std::unordered_map<Key, Launch, HashOf<Key>> launches_;
 };
 
-// The tensors of a call as its caller has them, FLASHATTN3_FOUND_SCHEMA of the operators: q, k and
-// v have four axes, also with cu_seqlens.
+// The tensors of a call as its caller has them, FLASHATTN3_FOUND_SCHEMA of the operators, and
+// FLASHATTN3_SCORES of their overload "scores". q, k and v have four axes, also with cu_seqlens.
 struct GivenTensors {
-#define FLASHATTN3_ROWS(name) Tensor name;
-#define FLASHATTN3_EDGES(name) std::optional<Tensor> name;
-  FLASHATTN3_FOUND_TENSORS(FLASHATTN3_ROWS, FLASHATTN3_EDGES)
-#undef FLASHATTN3_ROWS
-#undef FLASHATTN3_EDGES
+#define FLASHATTN3_REQUIRED(name) Tensor name;
+#define FLASHATTN3_OPTIONAL(name) std::optional<Tensor> name;
+  FLASHATTN3_FOUND_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)
+  FLASHATTN3_SCORE_TENSORS(FLASHATTN3_OPTIONAL)
+#undef FLASHATTN3_REQUIRED
+#undef FLASHATTN3_OPTIONAL
 
   static GivenTensors take(Arguments& arguments);
   bool varlen() const { return cu_seqlens_q.has_value(); }
@@ -83,7 +84,13 @@ struct KeptPasses {
 // everything that a plan depends on but strides and addresses.
 std::optional<KeptPasses> find_passes(int64_t options, const GivenTensors& tensors);
 
-// Any thread may find and keep passes.
+// Any thread may find and keep passes. Keeps none for tensors that no plan has or kernels do not
+// read where they lie.
 void keep_passes(int64_t options, const GivenTensors& tensors, const KeptPasses& passes);
+
+// Returns whether a call with these q, k and v saves such tensors, and dout fits its out. Hooks on
+// saved tensors may have returned others.
+bool are_of_call(const Tensor& dout, const Tensor& out, const Tensor& lse,
+                 const GivenTensors& given, const Axes& axes);
 
 }  // namespace flashattn3

@@ -40,21 +40,24 @@ DecodeCall varlen_call(const AttentionProblem& problem, const CallTensors& tenso
           .v_cache = in_each_cache(tensors.v, batch),
           .cache_seqlens = edges_from(*tensors.cu_seqlens_k, 1, batch),
           .cache_leftpad = edges_from(*tensors.cu_seqlens_k, 0, batch),
-          .cu_seqlens_q = tensors.cu_seqlens_q};
+          .cu_seqlens_q = tensors.cu_seqlens_q,
+          .sinks = tensors.sinks};
 }
 
 DecodeCall dense_call(const CallTensors& tensors) {
   return {.q = in_bshd(tensors.q, tensors.bhsd),
           .k_cache = in_bshd(tensors.k, tensors.bhsd),
-          .v_cache = in_bshd(tensors.v, tensors.bhsd)};
+          .v_cache = in_bshd(tensors.v, tensors.bhsd),
+          .sinks = tensors.sinks};
 }
 
 }  // namespace
 
 ForwardResults run_kept_forward(const char* function, const KeptPasses& kept,
-                                const CallTensors& tensors) {
-  if (!kept.packed) return run_forward(function, kept.forward, {.tensors = tensors});
+                                const ForwardCall& forward) {
+  if (!kept.packed) return run_forward(function, kept.forward, forward);
   const AttentionProblem& problem = kept.forward.problem;
+  const CallTensors& tensors = forward.tensors;
   DecodeCall call = problem.varlen ? varlen_call(problem, tensors) : dense_call(tensors);
   const int64_t heads = problem.num_heads_q, rows = problem.total_q;
   const int32_t fp32 = aoti_torch_dtype_float32();

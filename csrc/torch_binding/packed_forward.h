@@ -10,6 +10,6 @@ namespace flashattn3 {
 // From the tensors of a call, which fit_tma and whose sizes are those of the plan, to new results,
 // as run_forward.
 ForwardResults run_kept_forward(const char* function, const KeptPasses& kept,
-                                const CallTensors& tensors);
+                                const ForwardCall& call);
 
 }  // namespace flashattn3

@@ -8,15 +8,15 @@
 
 namespace flashattn3 {
 
-void check_scores(const char* function, const AttentionProblem& problem, const ScoreTensors& scores,
+void check_scores(const char* function, const AttentionProblem& problem, const CallTensors& tensors,
                   int device) {
   const int64_t heads = problem.num_heads_q, batch = problem.batch;
-  if (const auto& sinks = scores.sinks) {
+  if (const auto& sinks = tensors.sinks) {
     expect_shape(function, "sinks", *sinks, {1, {heads}});
     expect_on_gpu(function, "sinks.device", *sinks, device, "the GPU of q");
     expect(heads == 1 || sinks->stride(0) == 1, function, "sinks.stride(-1)", 1, sinks->stride(0));
   }
-  if (const auto& slopes = scores.alibi_slopes) {
+  if (const auto& slopes = tensors.alibi_slopes) {
     const bool of_batch = slopes->dim() == 2;
     expect_shape(function, "alibi_slopes", *slopes,
                  of_batch ? Shape{2, {batch, heads}} : Shape{1, {heads}});
@@ -24,7 +24,7 @@ void check_scores(const char* function, const AttentionProblem& problem, const S
     const int64_t stride = slopes->stride(of_batch);
     expect(heads == 1 || stride == 1, function, "alibi_slopes.stride(-1)", 1, stride);
   }
-  if (const auto& bias = scores.bias) {
+  if (const auto& bias = tensors.bias) {
     const bool one_sequence = bias->dim() == 4 && bias->size(0) == 1;
     const bool one_head = bias->dim() == 4 && bias->size(1) == 1;
     expect_shape(
@@ -36,19 +36,19 @@ void check_scores(const char* function, const AttentionProblem& problem, const S
   }
 }
 
-void set_scores(ForwardParams& params, const ScoreTensors& scores) {
-  if (const auto& sinks = scores.sinks) {
+void set_scores(ForwardParams& params, const CallTensors& tensors) {
+  if (const auto& sinks = tensors.sinks) {
     const int32_t dtype = dtype_of(*sinks);
     params.sinks = sinks->data_ptr();
     params.sink_type = dtype == aoti_torch_dtype_float16()    ? SinkType::kFloat16
                        : dtype == aoti_torch_dtype_bfloat16() ? SinkType::kBFloat16
                                                               : SinkType::kFloat32;
   }
-  if (const auto& slopes = scores.alibi_slopes) {
+  if (const auto& slopes = tensors.alibi_slopes) {
     params.alibi_slopes = static_cast<const float*>(slopes->data_ptr());
     params.alibi_batch = slopes->dim() == 2 ? slopes->stride(0) : 0;
   }
-  if (const auto& bias = scores.bias) {
+  if (const auto& bias = tensors.bias) {
     params.bias = {.data = bias->data_ptr(),
                    .stride = row_strides(*bias, kBhsd),
                    .one_sequence = bias->size(0) == 1,

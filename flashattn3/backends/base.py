@@ -19,18 +19,23 @@ if TYPE_CHECKING:
 class PassOperators(NamedTuple):
     """Functions that find the launch of a call and run it.
 
-    number: of a ``LaunchCache``. q, k and v have a batch also with cu_seqlens.
+    number: of a ``LaunchCache``. The tensors are FOUND_ROWS of call/tensor_fields.py, and FOUND of
+    the functions for calls with one that changes scores; None at the end may be missing. q, k and v
+    have a batch also with cu_seqlens.
 
     namespace: of torch.ops, with the operators of the autograd node in C++; None: there is none.
-    forward: of (number, q, k, v, cu_seqlens_q, cu_seqlens_k): out and lse, None in place of each if
-        no launch is kept for such a call.
-    backward: of (number, dout, out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k): dq, dk and dv, or
-        None as above.
+    forward: of (number, *tensors): out and lse, and max_logit where the call asks for it. None in
+        place of out and lse if no launch is kept for such a call.
+    backward: of (number, dout, out, lse, *tensors): dq, dk and dv, or None as above.
+    forward_scores, backward_scores: the same of calls with a tensor that changes scores. The
+        gradient has with_dbias as last argument and dsinks and dbias as in ``Launch``.
     """
 
     namespace: torch._ops._OpNamespace | None
-    forward: Callable[..., tuple[Tensor | None, Tensor | None]]
-    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+    forward: Callable[..., tuple[Tensor | None, ...]]
+    forward_scores: Callable[..., tuple[Tensor | None, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    backward_scores: Callable[..., tuple[Tensor | None, ...]]
 
 
 class CachedOperators(NamedTuple):
@@ -88,8 +93,8 @@ class Launch(Protocol):
     @property
     def keep(self) -> Callable[..., PassOperators] | None:
         """Keeps the launches of both passes for calls like one, and returns the operators that find
-        them: of (number, bhsd, q, k, v, cu_seqlens_q, cu_seqlens_k). None where Python looks for
-        the launch of every call."""
+        them: of (number, bhsd, *tensors), as those of ``PassOperators``. None where Python looks
+        for the launch of every call."""
 
 
 class CachedLaunch(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from .arguments import expect_strided
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
-from .tensor_fields import EDGES, ROWS, SCORE_TENSORS, TENSORS, schema
+from .tensor_fields import EDGES, FOUND, ROWS, SCORE_TENSORS, TENSORS, schema
 from .value_checks import check_same_values, is_checked
 
 SIDES = tuple(field.name for field in TENSORS if field.kind is ROWS)
@@ -82,6 +83,10 @@ class Tensors(NamedTuple):
     mask_entries_k: Tensor | None = None
     mask_work_k: Tensor | None = None
     mask_tiles_k: Tensor | None = None
+
+
+# Those from which the backend's operators find the launch of a call.
+found_of = itemgetter(*(Tensors._fields.index(field.name) for field in FOUND))
 
 
 # Functions, because torch 2.9 traces no property of a NamedTuple.

@@ -61,9 +61,9 @@ TENSORS = (
 # The tensors that change scores, the last six those of a ``masks.Mask``. Operators have an overload
 # for calls with one of them.
 SCORE_TENSORS = (
-    TensorField("sinks", SINKS, found=False),
-    TensorField("alibi_slopes", SLOPES, found=False),
-    TensorField("bias", BIAS, found=False),
+    TensorField("sinks", SINKS),
+    TensorField("alibi_slopes", SLOPES),
+    TensorField("bias", BIAS),
     *(
         TensorField(f"mask_{name}_{side}", MASK, found=False)
         for side in ("q", "k")
@@ -136,4 +136,6 @@ def schema(fields: tuple[TensorField, ...] = TENSORS, missing: str = "") -> str:
     )
 
 
-FOUND = tuple(field for field in TENSORS if field.found)
+FOUND_SCORES = tuple(field for field in SCORE_TENSORS if field.found)
+FOUND_ROWS = tuple(field for field in TENSORS if field.found)
+FOUND = FOUND_ROWS + FOUND_SCORES

@@ -21,7 +21,7 @@ from ..call.fields import CALL, OF_MODELS, Options
 from ..call.operands import Tensors
 from ..call.public import once_for_plain_values
 from ..call.selection import ANY, named_backend, traced_backends
-from ..call.tensor_fields import FOUND, schema
+from ..call.tensor_fields import FOUND_ROWS, schema
 from ..call.value_checks import is_checked
 from ..errors import value_error
 from ..modes import (
@@ -38,14 +38,14 @@ from .operator_rules import under_autocast
 from .operators import backward_of, fake_backward_of, fake_forward_of, have_data, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
-_SCHEMA = ", ".join((schema(FOUND), *(f"{CALL.types[name]} {name}" for name in OF_MODELS)))
+_SCHEMA = ", ".join((schema(FOUND_ROWS), *(f"{CALL.types[name]} {name}" for name in OF_MODELS)))
 torch.library.define("flashattn3::forward_bhsd", f"({_SCHEMA}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flashattn3::backward_bhsd",
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_SCHEMA}) -> "
     "(Tensor dq, Tensor dk, Tensor dv)",
 )
-NUM_TENSORS = len(FOUND)  # among the operator's arguments, before the options
+NUM_TENSORS = len(FOUND_ROWS)  # among the operator's arguments, before the options
 
 
 def attend_bhsd(
@@ -102,7 +102,10 @@ def attend_like_before(q: Tensor, k: Tensor, v: Tensor, *values) -> Tensor | Non
     if cache.operators is None:
         return None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    results = cache.attend(q, k, v, needs_gradient and torch.is_grad_enabled())
+    differentiably = needs_gradient and torch.is_grad_enabled()
+    results = (
+        cache.attend(q, k, v) if differentiably else cache.run(cache.operators.forward, q, k, v)
+    )
     return None if results is None else results[0]
 
 

@@ -19,11 +19,11 @@ from ..call.fields import Options
 from ..call.operands import (
     Scaled,
     Tensors,
-    changes_scores,
     check_tensor_types,
     checked_key_of,
     data_of,
     flat,
+    found_of,
     key_of,
     key_of_transposed,
     tensors_by_name,
@@ -75,7 +75,7 @@ def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | t
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
     mask = tensors.mask_entries_q
     scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is mask is None)
-    if scores:
+    if scores and tensors.alibi_slopes is not None:
         refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
     if is_plain() and have_data(q, k, v) and not (scores and is_score_watched(tensors)):
         attend_plain = _attend_plain
@@ -98,7 +98,9 @@ def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
 def _attend_plain(
     tensors: Tensors, options: Options, bhsd: bool, scores: bool
 ) -> Tensor | tuple[Tensor, ...]:
-    """An eager call that nothing watches, with a node in C++ where the backend has one.
+    """An eager call that nothing watches. The operators of the backend find the launch of a dense
+    one, with an autograd node in C++ where out is all that it returns and only q, k and v may need
+    a gradient.
 
     Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
     them with those of the same call at another time. scores: whether a tensor changes scores.
@@ -106,50 +108,65 @@ def _attend_plain(
     q, k, v, sinks, bias = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.bias
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     if scores and not needs_gradient:
-        needs_gradient = any(x is not None and x.requires_grad for x in (sinks, bias))
+        needs_gradient = sinks is not None and sinks.requires_grad
+        needs_gradient = needs_gradient or (bias is not None and bias.requires_grad)
     differentiably = needs_gradient and torch.is_grad_enabled()
-    # The node of the backend does not differentiate lse.
-    has_cache = not scores and tensors.cu_seqlens_q is None
-    has_cache = has_cache and not (differentiably and options.return_lse)
-    if has_cache:
+    returns_more = options.return_lse or options.return_max_logit
+    with_node = differentiably and not (scores or returns_more)
+    cache = operators = results = None
+    if tensors.cu_seqlens_q is None and not (scores and tensors.mask_entries_q is not None):
         cache = launch_cache(options, bhsd)
-        results = cache.attend(q, k, v, differentiably) if cache.operators is not None else None
-        if results is not None:
-            return results if options.return_lse else results[0]
+        operators = cache.operators
+    if operators is None:
+        pass
+    elif with_node:
+        results = cache.attend(q, k, v)
+    elif differentiably:
+        if q.dtype not in EIGHT_BIT:
+            return _apply(q, k, v, sinks, bias, tensors, options, bhsd, scores, cache, None)
+    elif scores:
+        results = cache.run(operators.forward_scores, *found_of(tensors))
+    else:
+        results = cache.run(operators.forward, q, k, v)
+    if results is not None:
+        return returned(results, options) if returns_more else results[0]
     if differentiably and q.dtype in EIGHT_BIT:
         refuse_gradients(options.function, **tensors_by_name(tensors))
+    planned = _planned(tensors, options, bhsd, cache)
+    if with_node and cache is not None and cache.operators is not None:
+        results = cache.attend(q, k, v)
+        if results is not None:
+            return results[0]
+    if differentiably:
+        return _apply(q, k, v, sinks, bias, tensors, options, bhsd, scores, cache, planned)
+    results = planned[0].forward(_transposed(tensors) if bhsd else tensors)
+    return returned(results, options) if returns_more else results[0]
+
+
+def _planned(
+    tensors: Tensors, options: Options, bhsd: bool, cache: LaunchCache | None
+) -> tuple[Launch, tuple]:
+    """Plan a call: its launch, which the operators find from now on if there is a cache, and the
+    key of its tensors."""
     key = checked_key_of(options.function, tensors)
     launch = launch_under(key_of_transposed(key) if bhsd else key, tensors, options)
-    if has_cache and launch.keep is not None:
-        cache.keep(launch.keep, bhsd, q, k, v, None, None)
-        if differentiably and cache.operators is not None:
-            results = cache.attend(q, k, v, True)
-            if results is not None:
-                return results[0]
-    if differentiably:
-        return _apply(q, k, v, sinks, bias, tensors, options, key, launch, bhsd)
-    return returned(launch.forward(_transposed(tensors) if bhsd else tensors), options)
-
-
-def _launch_of_node(cache: LaunchCache, tensors: Tensors) -> Launch:
-    """The launch of a call that the node got; the operators find it from now on."""
-    key = checked_key_of(cache.options.function, tensors)
-    launch = launch_under(key_of_transposed(key) if cache.bhsd else key, tensors, cache.options)
-    if launch.keep is not None:
-        cache.keep(launch.keep, cache.bhsd, *tensors[:5])
-    return launch
+    if cache is not None and launch.keep is not None:
+        cache.keep(launch.keep, bhsd, *found_of(tensors))
+    return launch, key
 
 
 def _forward_of_node(cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     tensors = Tensors(q, k, v)
-    return _launch_of_node(cache, tensors).forward(_transposed(tensors) if cache.bhsd else tensors)
+    launch, _ = _planned(tensors, cache.options, cache.bhsd, cache)
+    return launch.forward(_transposed(tensors) if cache.bhsd else tensors)
 
 
 def _backward_of_node(cache: LaunchCache, dout, out, lse, *of_call) -> tuple[Tensor, ...]:
     tensors = Tensors(*of_call)
     in_rows = _transposed(tensors) if cache.bhsd else tensors
     out, lse = checked_saved(cache.options.function, dout, out, lse, in_rows)
-    gradients = _launch_of_node(cache, tensors).backward(dout, None, out, lse, in_rows)
+    launch, _ = _planned(tensors, cache.options, cache.bhsd, cache)
+    gradients = launch.backward(dout, None, out, lse, in_rows)
     return tuple(x.transpose(1, 2) for x in gradients) if cache.bhsd else gradients
 
 
@@ -181,17 +198,25 @@ def _attend_watched(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
 
 class _Attention(torch.autograd.Function):
     """Computes what an eager call returns from the tensors that may need a gradient, all of the
-    tensors, the options, the key of the tensors, the launch, and whether heads come before tokens.
+    tensors, the options, whether heads come before tokens, whether a tensor changes scores, the
+    cache of its launch, which may be None, and what ``_planned`` returns if Python planned it.
 
     Without return_lse autograd does not see lse, one result less to wrap.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, bias, tensors, options, key, launch, bhsd):
-        results = launch.forward(_transposed(tensors) if bhsd else tensors)
+    def forward(ctx, q, k, v, sinks, bias, tensors, options, bhsd, scores, cache, planned):
+        results = None
+        if planned is None and scores:
+            results = cache.run(cache.operators.forward_scores, *found_of(tensors))
+        elif planned is None:
+            results = cache.run(cache.operators.forward, q, k, v)
+        if results is None:
+            planned = planned or _planned(tensors, options, bhsd, cache)
+            results = planned[0].forward(_transposed(tensors) if bhsd else tensors)
         out, lse = results[0], results[1]
         ctx.save_for_backward(k, q, v, lse, out, *tensors[3:])
-        ctx.call = launch, key, options, bhsd
+        ctx.call = options, bhsd, scores, cache, planned
         if options.return_max_logit:
             ctx.mark_non_differentiable(results[2])
         elif not options.return_lse:
@@ -201,29 +226,45 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *others):
-        """The forward's launch computes the gradient, unless something watches it or hooks on saved
-        tensors have returned others."""
-        launch, key, options, bhsd = ctx.call
+        """The forward's launch computes the gradients, unless something watches them or hooks on
+        saved tensors have returned others."""
+        options, bhsd, scores, cache, planned = ctx.call
         dlse = others[0] if options.return_lse else None
         if dout is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 11
         k, q, v, lse, out, *rest = ctx.saved_tensors
         tensors = Tensors(q, k, v, *rest)
-        with_dbias = ctx.needs_input_grad[4:5] if changes_scores(tensors) else ()
-        in_rows = _transposed(tensors) if bhsd else tensors
+        with_dbias = ctx.needs_input_grad[4:5] if scores else ()
         plain = is_plain() and type(dout) is Tensor and not is_batched(dout, dlse)
         at_once = plain and not torch.is_grad_enabled()
-        if at_once:
-            out, lse = checked_saved(options.function, dout, out, lse, in_rows)
-        if at_once and key_of(tensors) == key and not profiler._is_profiler_enabled:
-            gradients = launch.backward(dout, dlse, out, lse, in_rows, *with_dbias)
-        else:
-            passed = flat(in_rows, bool(with_dbias)), options, *with_dbias
-            gradients = gradient_of(or_zeros(dout, out), dlse, out, lse, *passed)
-        dq, dk, dv = (x.transpose(1, 2) for x in gradients[:3]) if bhsd else gradients[:3]
+        is_recorded, gradients = profiler._is_profiler_enabled, None
+        may_find = cache is not None and cache.operators is not None
+        if may_find and at_once and dlse is None and not is_recorded:
+            gradients = _found_gradients(cache, dout, out, lse, tensors, with_dbias)
+        if gradients is None:
+            in_rows = _transposed(tensors) if bhsd else tensors
+            if at_once:
+                out, lse = checked_saved(options.function, dout, out, lse, in_rows)
+            if at_once and planned and key_of(tensors) == planned[1] and not is_recorded:
+                gradients = planned[0].backward(dout, dlse, out, lse, in_rows, *with_dbias)
+            else:
+                passed = flat(in_rows, bool(with_dbias)), options, *with_dbias
+                gradients = gradient_of(or_zeros(dout, out), dlse, out, lse, *passed)
+            if bhsd:
+                gradients = (*(x.transpose(1, 2) for x in gradients[:3]), *gradients[3:])
         of = by_tensor(gradients, *tensors) if with_dbias else ()
         dsinks, dbias = (of[SINKS], of[BIAS]) if of else (None, None)
-        return (dq, dk, dv, dsinks, dbias, *(None,) * 5)
+        return (*gradients[:3], dsinks, dbias, *(None,) * 6)
+
+
+def _found_gradients(
+    cache: LaunchCache, dout, out, lse, tensors: Tensors, with_dbias: tuple[bool, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """Those of a launch that the operators find, in the axes of q, k and v."""
+    operators = cache.operators
+    if not with_dbias:
+        return cache.run(operators.backward, dout, out, lse, *tensors[:3])
+    return cache.run(operators.backward_scores, dout, out, lse, *found_of(tensors), *with_dbias)
 
 
 # What Function.apply calls where no transform is active, as is known here. The rest of apply, which

@@ -49,19 +49,18 @@ class LaunchCache:
             self.node = node_of(operators)
         self.operators = operators
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, differentiably: bool
-    ) -> tuple[Tensor, Tensor] | None:
-        """Compute out and lse; only out is differentiable. None if Python has to: there is no node,
-        or no launch, or the launch failed and will again. ``operators`` must not be None.
-        """
-        operators = self.operators
-        if not differentiably:
-            try:
-                results = operators.forward(self.number, q, k, v, None, None)
-            except RuntimeError:
-                return None
-            return None if results[0] is None else results
+    def run(self, operator: Callable, *arguments) -> tuple[Tensor | None, ...] | None:
+        """Compute a pass, not differentiably. None if Python has to: there is no launch, or it
+        failed and will again. operator: of ``operators``. arguments: behind the number."""
+        try:
+            results = operator(self.number, *arguments)
+        except RuntimeError:
+            return None
+        return None if results[0] is None else results
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Compute out and lse with the node; only out is differentiable. None if Python has to:
+        there is no node."""
         run = self.node
         if run is None or not has_node(q):
             return None

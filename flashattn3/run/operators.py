@@ -33,6 +33,7 @@ from ..call.operands import (
     lengths_of_k,
     lengths_of_q,
     metadata_under,
+    tensors_of_mask,
 )
 from ..call.problem import check, describe, in_rows
 from ..call.selection import ANY, named_backend
@@ -171,9 +172,16 @@ def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def is_score_watched(tensors: Tensors) -> bool:
     """Whether what changes scores has a tensor of a subclass, other than a parameter, or without
     data."""
-    scores = flat(tensors, True)[operands.NUM_TENSORS : operands.NUM_OF_SCORES]
-    given = [x for x in scores if x is not None]
-    return not all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in given)
+    given = tensors.sinks, tensors.alibi_slopes, tensors.bias
+    if tensors.mask_entries_q is not None:
+        given += tensors_of_mask(tensors)
+    watched = False
+    for x in given:
+        watched = watched or (x is not None and (type(x) not in _OF_DATA or x.is_meta))
+    return watched
+
+
+_OF_DATA = Tensor, torch.nn.Parameter
 
 
 def options_in_force(values: tuple) -> Options:

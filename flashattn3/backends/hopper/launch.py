@@ -109,17 +109,21 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
 def _with_scores(problem: Problem, library: Library, handle: Tensor) -> Callable[..., tuple]:
     """A function of the tensors, and of q, k, v and their descales as the kernel reads them, for a
     call that changes scores or asks for the largest one."""
-    operator, largest = library.forward_with_scores, problem.return_max_logit
+    operator, largest = library.forward_scores, problem.return_max_logit
 
     def run(tensors: Tensors, q, k, v, *descales) -> tuple[Tensor, ...]:
-        of_call = q, k, v, *tensors[3:NUM_TENSORS], *descales
-        scores = _scores_of(tensors)
+        of_call = q, k, v, *tensors[3:NUM_TENSORS], *descales, *_scores_of(tensors)
         if not largest:
-            return operator(handle, *of_call, *scores, None)
-        max_logit = q.new_full((problem.num_heads_q,), -inf, dtype=torch.float32)
-        return *operator(handle, *of_call, *scores, max_logit), max_logit
+            return operator(handle, *of_call)
+        max_logit = _no_logit(q, problem.num_heads_q)
+        return *operator(handle, *of_call, max_logit), max_logit
 
     return run
+
+
+def _no_logit(q: Tensor, num_heads: int) -> Tensor:
+    """What a kernel that looks for the largest score starts with."""
+    return q.new_full((num_heads,), -inf, dtype=torch.float32)
 
 
 def _scores_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
@@ -133,23 +137,37 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
     sequences have a used length."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
-    if config.gradient_config is None or not aligned or problem.score_options:
+    if config.gradient_config is None or not aligned:
         return None
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
         return None
     if library.keep_passes is None:
         return None
-    operators = PassOperators(library.namespace, library.forward_kept, library.backward_kept)
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
     decode = config.packed and config.packed.kernel_launch.handle
     handles = config.launch.handle, backward.handle, decode
 
     def keep(number: int, bhsd: bool, *tensors: Tensor | None) -> PassOperators:
         library.keep_passes(number, bhsd, *handles, *tensors)
-        return operators
+        forwards = library.forward_kept, library.forward_kept_scores
+        if problem.return_max_logit:
+            forwards = (_with_max_logit(forwards[1], heads=1 if bhsd else 2),) * 2
+        backwards = library.backward_kept, library.backward_kept_scores
+        return PassOperators(library.namespace, *forwards, *backwards)
 
     return keep
+
+
+def _with_max_logit(operator: Callable, heads: int) -> Callable[..., tuple]:
+    """The operator that finds a forward's launch, of calls that ask for the largest score. heads:
+    their axis in q."""
+
+    def run(number: int, q: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        max_logit = _no_logit(q, q.shape[heads])
+        return *operator(number, q, *others, max_logit=max_logit), max_logit
+
+    return run
 
 
 def _with_8_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
@@ -175,9 +193,9 @@ def prepare_backward(
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv), and of
     calls that change scores dsinks and dbias too."""
-    problem, copied, operator = launch.problem, launch.config.copied, library.backward
-    changes, with_scores = bool(problem.score_options), library.backward_with_scores
-    sparse = bool(problem.copied)
+    problem, copied = launch.problem, launch.config.copied
+    changes, sparse = bool(problem.score_options), bool(problem.copied)
+    operator = library.backward_scores if changes else library.backward
     gradient_config = launch.config.gradient_config
     handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
@@ -188,25 +206,22 @@ def prepare_backward(
     def run(dout, dlse, out, lse, tensors, *with_dbias):
         if sparse:
             tensors = with_dense_rows(problem, tensors)
-        scores = _scores_of(tensors) if changes else ()
+        scores = (*_scores_of(tensors), any(with_dbias)) if changes else ()
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
         of_call = handle, dout, dlse, out, lse, *tensors[:NUM_TENSORS]
-        of_scores = ()
-        if changes:
-            *results, dsinks, dbias = with_scores(*of_call, *scores, any(with_dbias))
-            if dsinks is not None and no_scores:
-                dsinks = _gradient_without_scores(dsinks, dlse, lse)
-            if dbias is not None:
-                dbias = dbias.zero_() if no_scores else dbias
-                dbias = dbias[..., : problem.seqlen_k].contiguous()
-            of_scores = (dsinks, dbias) if with_dbias else ()
-        else:
-            results = operator(*of_call)
+        dq, dk, dv, *others = operator(*of_call, *scores)
+        results, (dsinks, dbias) = (dq, dk, dv), others or (None, None)
+        if dsinks is not None and no_scores:
+            dsinks = _gradient_without_scores(dsinks, dlse, lse)
+        if dbias is not None:
+            dbias = dbias.zero_() if no_scores else dbias
+            dbias = dbias[..., : problem.seqlen_k].contiguous()
         if not whole_rows:
-            results = (x[..., :d].contiguous() for x, d in zip(results, columns, strict=True))
-        return (*results, *of_scores)
+            of = zip(results, columns, strict=True)
+            results = tuple(x[..., :d].contiguous() for x, d in of)
+        return (*results, dsinks, dbias) if with_dbias else results
 
     return run
 

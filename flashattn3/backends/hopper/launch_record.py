@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 import torch
 
 from ...call.fields import ScoreScale
-from ...call.tensor_fields import DECODE_TENSORS
+from ...call.tensor_fields import DECODE_TENSORS, FOUND
 
 if TYPE_CHECKING:
     from ...call.cached import DecodeProblem
@@ -69,6 +69,8 @@ DECODE_ARGUMENTS = (
     *("lse", "seqlen", "seqlen_new", "max_seqlen_q", "options_hash"),
     *(field.name for field in DECODE_TENSORS),
 )
+# The arguments of forward_kept after the number of the options (csrc/torch_binding/kept_op.cpp).
+FOUND_ARGUMENTS = (*(field.name for field in FOUND), "max_logit")
 LARGEST_WINDOW = 2**30  # no distance of two positions is larger
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from .kernel_configs import configs_hash
-from .launch_record import DECODE_ARGUMENTS, DecodeRecord, LaunchRecord
+from .launch_record import DECODE_ARGUMENTS, FOUND_ARGUMENTS, DecodeRecord, LaunchRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PROJECT = PACKAGE.parent  # repository root, or site-packages if installed
@@ -32,26 +32,30 @@ class Library(NamedTuple):
     cuda_version: of the CUDA runtime inside it, such as "13.0".
     namespace: torch.ops.flashattn3_hopper, whose other operators the autograd node needs.
     The others: operators of torch.ops.flashattn3_hopper, as the builtins that their calls call.
+        ``_scores``: the overload for calls with a tensor that changes scores, or that return the
+        largest one, of an operator that takes plain calls in less time.
     """
 
     configs: frozenset[str] = frozenset()
     error: str | None = None
     cuda_version: str = ""
+    namespace: torch._ops._OpNamespace | None = None
     prepare_forward: Callable | None = None
     forward: Callable | None = None
-    forward_with_scores: Callable | None = None
+    forward_scores: Callable | None = None
     permute_v: Callable | None = None
     prepare_backward: Callable | None = None
     backward: Callable | None = None
-    backward_with_scores: Callable | None = None
-    namespace: torch._ops._OpNamespace | None = None
+    backward_scores: Callable | None = None
     prepare_decode: Callable | None = None
     decode_size: Callable | None = None
     decode: Callable | None = None
     decode_into: Callable | None = None
     keep_passes: Callable | None = None
     forward_kept: Callable | None = None
+    forward_kept_scores: Callable | None = None
     backward_kept: Callable | None = None
+    backward_kept_scores: Callable | None = None
     keep_decode: Callable | None = None
     decode_kept: Callable | None = None
     decode_kept_with: Callable | None = None
@@ -94,22 +98,28 @@ def find_library() -> Library:
         "prepare_backward": LaunchRecord._fields,
         "prepare_decode": DecodeRecord._fields,
         "decode": DECODE_ARGUMENTS,
+        "forward_kept_scores": FOUND_ARGUMENTS,
     }
-    checked = {name: getattr(operators, name).default for name in arguments}
-    newer = "register_autograd_node", "append", "decode_into"
-    newer += "keep_decode", "decode_kept", "decode_kept_with", "append_kept"
-    newer += "keep_passes", "forward_kept", "backward_kept"
-    newer += "forward_with_scores", "backward_with_scores"
-    older = not all(hasattr(operators, name) for name in newer)
-    if older or any(_arguments_of(checked[name]) != arguments[name] for name in arguments):
+    found = {name: _operator(operators, name) for name in _OPERATORS}
+    older = None in (*found.values(), _operator(operators, "register_autograd_node"))
+    if older or any(_arguments_of(found[name]) != wanted for name, wanted in arguments.items()):
         return Library(error="the Hopper kernels were built from other sources")
-    others = "forward", "permute_v", "backward", "decode_size", *newer[1:]
     return Library(
         configs=frozenset(_text(loaded, "compiled_configs").split()),
         cuda_version=_text(loaded, "cuda_version"),
         namespace=operators,
-        **{name: getattr(operators, name).default._op for name in (*checked, *others)},
+        **{name: operator._op for name, operator in found.items()},
     )
+
+
+_OPERATORS = Library._fields[Library._fields.index("namespace") + 1 :]
+_OVERLOAD = "_scores"
+
+
+def _operator(operators: torch._ops._OpNamespace, name: str) -> torch._ops.OpOverload | None:
+    """The operator, or the overload of one, under its name in ``Library``."""
+    overload = "scores" if name.endswith(_OVERLOAD) else "default"
+    return getattr(getattr(operators, name.removesuffix(_OVERLOAD), None), overload, None)
 
 
 def _arguments_of(operator: torch._ops.OpOverload) -> tuple[str, ...]:
