@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import api
 from .. import kvcache_api as cached
-from ..errors import UnsupportedError, complaint, shown
+from ..errors import UnsupportedError, complaint, expect, shown
+from .fork_keywords import without_fork_keywords
 from .one_pass import one_pass, write_gradients
 from .paged import attend_to_pages
 from .stand_in import install
@@ -47,21 +48,33 @@ def install_as_flash_attn_3() -> None:
 
 
 @wraps(api.flash_attn_varlen_func)
-def flash_attn_varlen_func(*arguments, page_table=None, block_table=None, **options):
+def flash_attn_varlen_func(
+    *arguments, page_table=None, block_table=None, out=None, scheduler_metadata=None, **options
+):
     """``flashattn3.flash_attn_varlen_func``; with page_table, or block_table, another name of it, k
-    and v are pages (num_pages, page_size, num_heads_kv, ·), without gradients."""
+    and v are pages (num_pages, page_size, num_heads_kv, ·), without gradients. The keywords of the
+    forks in vLLM and SGLang are taken as ``without_fork_keywords`` says."""
+    function = "flash_attn_varlen_func"
+    options = without_fork_keywords(function, options)
     table = page_table if block_table is None else block_table
     if table is None:
-        return api.flash_attn_varlen_func(*arguments, **options)
-    function = "flash_attn_varlen_func"
-    given = _VARLEN.bind(*arguments, **options).arguments
+        _refuse_others(function, scheduler_metadata=scheduler_metadata)
+        result = api.flash_attn_varlen_func(*arguments, **options)
+        if out is None:
+            return result
+        if isinstance(result, tuple):
+            return (out.copy_(result[0]), *result[1:])
+        return out.copy_(result)
+    neutral = options.pop("dropout_p", 0.0)
+    expect(neutral == 0, function, "dropout_p", 0.0, neutral)
+    given = _VARLEN.bind_partial(*arguments, **options).arguments
     _refuse_others(function, seqused_q=given.pop("seqused_q", None))
     tensors = [given.pop(name) for name in ("q", "k", "v")]
-    edges = [given.pop(name) for name in ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k")]
+    edges = [given.pop(name, None) for name in ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k")]
     flags = [given.pop(name, False) for name in ("return_attn_probs", "return_lse")]
     used = given.pop("seqused_k", None)
     options = {name: value for name, value in given.items() if name not in _NOT_IN_PAGES}
-    options["return_lse"] = any(flags)
+    options |= {"return_lse": any(flags), "out": out, "scheduler_metadata": scheduler_metadata}
     return attend_to_pages(function, *tensors, table, *edges, used, **options)
 
 
@@ -70,7 +83,7 @@ flash_attn_varlen_func.__signature__ = _VARLEN.replace(
         *_VARLEN.parameters.values(),
         *(
             Parameter(x, Parameter.KEYWORD_ONLY, default=None)
-            for x in ("page_table", "block_table")
+            for x in ("page_table", "block_table", "out", "scheduler_metadata")
         ),
     )
 )
@@ -79,7 +92,10 @@ flash_attn_varlen_func.__signature__ = _VARLEN.replace(
 @wraps(cached.flash_attn_with_kvcache)
 def flash_attn_with_kvcache(*arguments, **options):
     """``flashattn3.flash_attn_with_kvcache``, with four values for return_softmax_lse, of which the
-    last two, FlashAttention-3's parts of a split, are empty."""
+    last two, FlashAttention-3's parts of a split, are empty. The keywords of the forks in vLLM and
+    SGLang are taken as ``without_fork_keywords`` says."""
+    options = without_fork_keywords("flash_attn_with_kvcache", options)
+    options.pop("max_seqlen_k", None)  # SGLang's bound of lengths that the device has
     result = cached.flash_attn_with_kvcache(*arguments, **options)
     return (*result, *_no_parts(result[0])) if isinstance(result, tuple) else result
 

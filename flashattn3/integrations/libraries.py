@@ -9,12 +9,15 @@ from types import ModuleType
 from ..errors import UnsupportedError
 
 
-def import_library(function: str, name: str, oldest: str, newest: str) -> ModuleType:
+def import_library(
+    function: str, name: str, oldest: str, newest: str, install: str | None = None
+) -> ModuleType:
     """Import a library. An untested version gives one warning.
 
     Args:
         function: the public function that needs the library, for messages.
         oldest, newest: first and last minor release that the tests cover, such as "4.57".
+        install: what pip installs; None: our extra of this name.
 
     Raises:
         UnsupportedError: the library is not installed.
@@ -24,7 +27,7 @@ def import_library(function: str, name: str, oldest: str, newest: str) -> Module
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        wanted = f"pip install 'flashattn3[{name}]'"
+        wanted = f"pip install '{install or f'flashattn3[{name}]'}'"
         raise UnsupportedError(f"{function}: {name} is not installed; {wanted}") from None
     if not release(oldest) <= release(library.__version__) <= release(newest):
         warnings.warn(

@@ -1,0 +1,44 @@
+"""Keywords that the forks of FlashAttention in vLLM and SGLang add to its functions."""
+
+from __future__ import annotations
+
+from ..call.arguments import integer
+from ..errors import expect, shown, value_error
+
+VERSIONS = 2, 3, 4
+# What the forks pass for features that we lack: at these values they ask for nothing.
+_NEUTRAL = {
+    "q_v": None, "qv": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None,
+    "only_qv": False, "score_mod": None, "mask_mod": None, "aux_tensors": None, "sfq": None,
+    "sfk": None, "sfv": None, "rel_bias": None, "rel_bias_prep_cache": None,
+}  # fmt: skip
+_OWN_NAMES = {"return_softmax_lse": "return_lse", "s_aux": "sinks"}
+
+
+def without_fork_keywords(function: str, options: dict[str, object]) -> dict[str, object]:
+    """The options of our own functions.
+
+    fa_version and ver select a kernel in the forks, and no result; window_size None is open.
+    ``s_aux`` and ``return_softmax_lse`` get our names.
+
+    Raises: ValueError: a keyword asks for a feature that only the fork has.
+    """
+    found = dict(options)
+    for name in ("fa_version", "ver"):
+        version = found.pop(name, None)
+        if version is not None:
+            version = integer(function, name, version)
+            expect(version in VERSIONS, function, name, f"one of {VERSIONS}", version)
+    for name, neutral in _NEUTRAL.items():
+        if name in found and name != "qv":  # which our functions refuse
+            value = found.pop(name)
+            if value is not None and value != neutral:
+                raise value_error(function, name, neutral, shown(value))
+    for name in ("window_size", "attention_chunk"):
+        if found.get(name, ()) is None:
+            del found[name]
+    for name, own in _OWN_NAMES.items():
+        if name in found:
+            given = found.pop(name)
+            found[own] = found.get(own) if given is None or given is False else given
+    return found
