@@ -30,12 +30,16 @@ from .host_suite import WORK, run_host
 from .ladder_figure import draw_ladder
 from .ladder_suite import RUNGS, SPARSE, run_rung, run_sparse, sparse_work
 from .ladder_suite import SUITE as LADDER
+from .mask_build_suite import SUITE as MASKS_BUILD
+from .mask_build_suite import build_work, run_build
+from .masks_suite import SUITE as MASKS
+from .masks_suite import mask_cells, run_masks
 from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
 from .models_suite import CASES as MODELS
 from .models_suite import QUICK_CASES as QUICK_MODELS
 from .models_suite import WORKS, run_model
 from .output import folder, make_folder, require_extras
-from .providers import BASELINES, CAPTURED, DETERMINISTIC, EIGHT_BIT, MHA, OURS
+from .providers import CAPTURED, DETERMINISTIC, EIGHT_BIT, MHA, OURS, SELECTABLE
 from .quantize_suite import SUITE as QUANTIZE
 from .quantize_suite import quantize_work, run_quantize
 from .report import Results, summary
@@ -47,7 +51,7 @@ from .scores_suite import run_scores
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_varlen
 
-SUITES = (*CASES, SPARSE, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED)
+SUITES = (*CASES, SPARSE, MASKS, MASKS_BUILD, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED)
 SUITES += ("varlen", "memory", "host", "models")
 ALL = SUITES[:-1]  # the last needs transformers
 # Directions of a suite.
@@ -74,7 +78,8 @@ INAPPLICABLE = {
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
     DISTRIBUTIONS: ("direction", "dtype", "baselines"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
-    SCORES: ("baselines",),
+    **dict.fromkeys((SCORES, MASKS), ("baselines",)),
+    MASKS_BUILD: ("direction", "head_dim", "dtype", "baselines", "backend"),
     "varlen": ("head_dim", "seqlen", "baselines"),
     LADDER: ("baselines",),
     SPARSE: ("head_dim", "seqlen", "baselines", "backend"),
@@ -114,7 +119,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--baselines",
         type=_baselines,
-        help=f"some of {','.join(BASELINES)}; default: fa2,cudnn,naive (on a CPU math,naive), "
+        help=f"some of {','.join(SELECTABLE)}; default: fa2,cudnn,naive (on a CPU math,naive), "
         "without naive in the fp8 and gqa suites",
     )
     parser.add_argument(
@@ -144,9 +149,9 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _baselines(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in BASELINES]
+    unknown = [name for name in names if name not in SELECTABLE]
     if unknown:
-        raise argparse.ArgumentTypeError(f"some of {','.join(BASELINES)}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"some of {','.join(SELECTABLE)}, got {text!r}")
     return names
 
 
@@ -190,7 +195,7 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     baselines = ("fa2", "cudnn") if on_gpu else ("fa2",) if suite == "host" else ("math",)
-    if suite in ("deterministic", "captured", SCORES):
+    if suite in ("deterministic", "captured", SCORES, MASKS, MASKS_BUILD):
         baselines = ()
     elif suite == LADDER:
         baselines = RUNGS
@@ -259,6 +264,12 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     if suite == QUANTIZE:
         chosen = quantize_work(args.head_dim)
         return [lambda work=work: run_quantize(work, settings, args.quick) for work in chosen]
+    if suite == MASKS:
+        of_masks = mask_cells(directions, args.head_dim, args.seqlen, args.quick)
+        return [lambda cell=cell: run_masks(cell, settings) for cell in of_masks]
+    if suite == MASKS_BUILD:
+        builds = build_work(args.seqlen, args.quick)
+        return [lambda of=of: run_build(*of, settings) for of in builds]
     if suite == SPARSE:
         masks = sparse_work(directions, args.quick)
         return [lambda of=of: run_sparse(*of, settings, args.quick) for of in masks]

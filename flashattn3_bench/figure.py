@@ -34,6 +34,8 @@ COLORS = {
     "slopes": "tab:olive",
     "bias": "tab:purple",
     "max logit": "tab:orange",
+    "flex": "tab:orange",
+    "without a mask object": "tab:gray",
     "sdpa": "tab:gray",
     "fa3 package": "tab:purple",
     "ladder fa1": "tab:purple",
@@ -57,6 +59,7 @@ NAMES = {
     "fa2": "FlashAttention-2",
     "cudnn": "cuDNN",
     "sdpa": "torch SDPA",
+    "flex": "FlexAttention",
 }  # others: as in the code
 MAX_LABELS = 12  # of groups of bars in a panel
 

@@ -148,4 +148,6 @@ PROVIDERS: dict[str, Attention] = {
     LADDER_FA1: ladder.fa1,
     LADDER_FA2: ladder.fa2,
 }
-BASELINES = (*SDPA_BACKENDS, NAIVE, TRITON, LADDER_FA1, LADDER_FA2)
+FLEX = "flex"  # FlexAttention, of the suites of masks
+SELECTABLE = (*SDPA_BACKENDS, NAIVE, TRITON, LADDER_FA1, LADDER_FA2)
+BASELINES = (*SELECTABLE, FLEX)

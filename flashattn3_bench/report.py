@@ -76,6 +76,7 @@ MEASURES = {
     "chunk": (Measure("TFLOP/s", lambda record: record["tflops"]),),
     "tokens": (Measure("tokens/s", lambda record: record["tokens_per_second"]),),
     "waits": (Measure("waits for the GPU in a forward pass", lambda record: record["waits"]),),
+    "build": (Measure("us", lambda record: record["median_ms"] * 1e3),),
     "bandwidth": (Measure("GB/s", lambda record: record["gb_per_s"]),),
     "error": (
         Measure("RMSE / RMS of the fp64 reference", lambda record: record["relative_error"]),
@@ -96,7 +97,7 @@ RATIOS_OF = {
     "captured": (CAPTURED,),
     "quantize": (OURS,),
     **dict.fromkeys(("robot", "few-queries", "decode", "latency", "paged"), (OURS,)),
-    **dict.fromkeys(("ragged", "chunk", "mixed"), (OURS,)),
+    **dict.fromkeys(("ragged", "chunk", "mixed", "masks", "masks-build"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}

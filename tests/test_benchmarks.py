@@ -22,6 +22,9 @@ from flashattn3_bench import (
     few_queries_suite,
     gate,
     host_suite,
+    mask_build_suite,
+    mask_shapes,
+    masks_suite,
     providers,
     quantize_suite,
     robot_suite,
@@ -584,6 +587,38 @@ def test_a_wrong_result_of_an_option_is_not_timed(monkeypatch):
     assert {r["provider"]: r["status"] for r in records if r["status"] != "ok"} == {
         "sinks": "FAILED"
     }
+
+
+def mask_cell(direction, mask):
+    found = masks_suite.mask_cells((direction,), None, None, True)
+    return next(cell for cell in found if cell.mask == mask)
+
+
+@pytest.mark.slow
+def test_masks_are_compared_with_flexattention():
+    settings = Settings(CPU, torch.float32, (), 2, 0.1)
+    for direction, mask in (("fwd", "documents"), ("bwd", "tree")):
+        ours, flex, *others = masks_suite.run_masks(mask_cell(direction, mask), settings)
+        assert (ours["provider"], ours["status"]) == (OURS, "ok")
+        assert flex["status"] == ("ok" if direction == "fwd" else "absent")  # on a CPU
+        assert [r["status"] for r in others] == ["ok"] * (mask == "documents")
+        assert 0 < ours["visible"] < 1
+
+
+def test_a_wrong_mask_is_neither_timed_nor_built(monkeypatch):
+    settings = Settings(CPU, torch.float32, (), 2, 0.1)
+    shape = mask_shapes.SHAPES["prefix"](256, CPU)
+    wrong = shape._replace(build=lambda: mask_shapes.masks.prefix_lm([65], 256))
+    records = mask_build_suite.run_build("prefix", 256, "host", settings)
+    assert [(r["provider"], r["status"]) for r in records] == [(OURS, "ok"), ("flex", "ok")]
+    monkeypatch.setitem(mask_shapes.SHAPES, "prefix", lambda n, device: wrong)
+    (record,) = mask_build_suite.run_build("prefix", 256, "host", settings)
+    assert record["status"] == "FAILED" and "scores differ" in record["reason"]
+    func = masks_suite.flashattn3.flash_attn_func
+    without = lambda q, k, v, mask=None: func(q, k, v)  # noqa: E731
+    monkeypatch.setattr(masks_suite.flashattn3, "flash_attn_func", without)
+    ours, *_ = masks_suite.run_masks(mask_cell("fwd", "tree"), settings)
+    assert ours["status"] == "FAILED"
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

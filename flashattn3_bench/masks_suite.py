@@ -1,0 +1,151 @@
+"""Attention with mask objects beside FlexAttention, and beside our own calls of the same scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+import flashattn3
+
+from .checking import FORWARD_FACTOR, GRADIENT_FACTOR, Case, check
+from .inputs import RESULTS, Call, Inputs, make_inputs
+from .mask_shapes import SHAPES, Shape, block_mask_of
+from .providers import FLEX, OURS
+from .runner import Record, Settings, run_providers
+from .suites import Cell
+from .timing import make_clock
+
+SUITE = "masks"
+PLAIN = "without a mask object"
+SIZES = (2, 8192), (1, 32768)  # sequences, tokens
+WIDTH = 2048  # heads x head dim
+DIMS = (128, 128), (64, 64), (256, 256), (192, 128)  # of q and k, of v
+QUICK_TOKENS, QUICK_DIMS = 256, ((16, 16),)
+_CHUNK_SCORES = 2**26  # of the reference, alive at once
+
+
+@dataclass(frozen=True)
+class MaskCell(Cell):
+    """mask: of SHAPES. visible: the share of visible scores, which count."""
+
+    mask: str = ""
+    visible: float = 1.0
+
+    @property
+    def row(self) -> str:
+        case = self.case
+        dim = f"d{case.head_dim}" + f"/{case.head_dim_v}" * (case.head_dim != case.head_dim_v)
+        return f"{self.direction} {dim} {self.mask}"
+
+    @property
+    def column(self) -> str:
+        return f"{self.case.batch} x {self.case.seqlen_k}"
+
+    @property
+    def flops(self) -> float:
+        return super().flops * self.visible
+
+
+def mask_cells(
+    directions: tuple[str, ...],
+    head_dims: tuple[int, ...] | None,
+    seqlens: tuple[int, ...] | None,
+    quick: bool,
+) -> list[MaskCell]:
+    """At other head dims than 128, and with 32k tokens, random bits are left out: a bool tensor of
+    each score, which all baselines read, takes 1 GiB there."""
+    sizes, all_dims = (((1, QUICK_TOKENS),), QUICK_DIMS) if quick else (SIZES, DIMS)
+    found = []
+    for direction, dims, (batch, n), mask in product(directions, all_dims, sizes, SHAPES):
+        if mask == "bits" and not quick and (n > 8192 or dims != (128, 128)):
+            continue
+        if head_dims is not None and dims[0] not in head_dims:
+            continue
+        if seqlens is None or n in seqlens:
+            heads = 2 if quick else max(1, WIDTH // dims[0])
+            name = f"{mask.replace(' ', '-')}-{batch}x{n}x{heads}x{dims[0]}"
+            case = Case(name, batch, n, n, heads, heads, *dims)
+            found.append(MaskCell(SUITE, case, direction, mask))
+    return found
+
+
+def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
+    """A record for our call, FlexAttention and our call without a mask object, where there
+    is one."""
+    n, device = cell.case.seqlen_k, settings.device
+    shape = SHAPES[cell.mask](n, device)
+    mask = shape.build()
+    cell = replace(cell, visible=float(mask.density))
+    inputs = make_inputs(cell.case, device, settings.dtype)
+    seen = mask.to_bool()[0, 0]
+    expected = [_reference(cell, inputs, seen, dtype) for dtype in (torch.float64, settings.dtype)]
+    attends = {
+        OURS: partial(flashattn3.flash_attn_func, mask=mask),
+        FLEX: _flex(shape, n, device),
+        PLAIN: shape.plain,
+    }
+
+    def checked(name: str) -> tuple[Call, Record]:
+        call = _prepared(cell, inputs, attends[name])
+        factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
+        for of, got, *wanted in zip(RESULTS[cell.direction], call(), *expected, strict=True):
+            check(of, got[-1, :, -1], *wanted, factor, cell.case.name, name)
+        more = {"visible": cell.visible, "mask_bytes": mask.nbytes} if name == OURS else {}
+        return call, more
+
+    names = tuple(name for name, attend in attends.items() if attend is not None)
+    clock = make_clock(device, inputs.num_bytes)
+    return run_providers(cell, names, checked, settings, clock)
+
+
+def _flex(shape: Shape, n: int, device: torch.device) -> Callable[..., Tensor]:
+    """Compiled on a GPU; on a CPU as it is, which has no gradients."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    block_mask = block_mask_of(shape, n, device)
+    attend = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+
+    def attend_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(*heads_first, block_mask=block_mask).transpose(1, 2)
+
+    return attend_rows
+
+
+def _prepared(cell: Cell, inputs: Inputs, attend: Callable[..., Tensor]) -> Call:
+    q, k, v, dout = inputs
+    if cell.direction == "fwd":
+        return lambda: (attend(q, k, v),)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def _reference(cell: Cell, inputs: Inputs, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """out, or the gradients, of the last head of the last sequence in dtype, some rows at a time.
+
+    seen: bool (seqlen_q, seqlen_k).
+    """
+    q, k, v, dout = (x[-1, :, -1].to(dtype) for x in inputs)
+    rows = max(1, _CHUNK_SCORES // seen.shape[1])
+    outs, found = [], [torch.zeros_like(x) for x in (q, k, v)]
+    with torch.set_grad_enabled(cell.direction == "bwd"):
+        for first in range(0, len(q), rows):
+            part = slice(first, first + rows)
+            leaves = [x.detach().requires_grad_() for x in (q[part], k, v)]
+            scores = leaves[0] @ leaves[1].T / math.sqrt(q.shape[1])
+            p = scores.masked_fill(~seen[part], -math.inf).softmax(-1)
+            out = torch.where(seen[part].any(-1, keepdim=True), p, 0.0) @ leaves[2]
+            outs.append(out.detach())
+            if cell.direction == "bwd":
+                of_q, *of_keys = torch.autograd.grad(out, leaves, dout[part])
+                found[0][part] = of_q
+                for total, x in zip(found[1:], of_keys, strict=True):
+                    total += x
+    return (torch.cat(outs),) if cell.direction == "fwd" else tuple(found)
