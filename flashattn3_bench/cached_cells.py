@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed")
+SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed", "invariant")
 QUICK_LENGTH = 40
 
 
@@ -67,6 +67,7 @@ ONE_HEAD = ((1, 4096), (1, 131072), (32, 8192), (128, 8192))
 ALL_HEADS = ((1, 4096), (16, 4096))
 PAGES = (1, 16, 64, 256)
 SHORT = (128, 256, 512, 1024, 2048, 4096, 8192)  # of a sequence alone
+PROMPTS = ((4, 4096), (2, 8192), (1, 16384))  # sequences, tokens
 CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
 # 64 lengths from 64 to 32k, evenly spaced in their logarithm.
 RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
@@ -101,6 +102,12 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
             CachedCell(suite, f"{heads}/{heads_kv} heads, {_named(n)}", (n,), heads, heads_kv)
             for heads, heads_kv in ((32, 8), (8, 1))
             for n in SHORT
+        ]
+    elif suite == "invariant":
+        cells = [replace(cell, suite=suite) for cell in list(_dense_cells())[:15]]
+        cells += [
+            CachedCell(suite, f"prompt, {batch} x {_named(n)}", (n,) * batch, seqlen_q=n)
+            for batch, n in PROMPTS
         ]
     elif suite == "mixed":
         row = "63 x 8k decoded, 2048 of 8k, page"

@@ -27,7 +27,7 @@ from .read_kernel import prepare_read
 from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
 from .timing import Timing, interleave, make_clock
 
-READ, DENSE, APART = "read", "dense", "apart"
+READ, DENSE, APART, SPANS = "read", "dense", "apart", "split_tokens=1024"
 
 
 @dataclass
@@ -99,6 +99,8 @@ def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[s
         calls[OURS] = partial(cached, *inputs.dense)
     if cell.suite == "chunk":
         calls[DENSE] = partial(flashattn3.flash_attn_func, q, *inputs.dense, causal=True)
+    elif cell.suite == "invariant":
+        calls[SPANS] = partial(cached, *inputs.dense, split_tokens=1024)
     elif cell.suite == "paged":
         calls[DENSE] = partial(cached, *inputs.dense)
     plain = cell.window < 0 and not cell.sinks and cell.seqlen_q == 1

@@ -97,7 +97,8 @@ RATIOS_OF = {
     "captured": (CAPTURED,),
     "quantize": (OURS,),
     **dict.fromkeys(("robot", "few-queries", "decode", "latency", "paged"), (OURS,)),
-    **dict.fromkeys(("ragged", "chunk", "mixed", "masks", "masks-build"), (OURS,)),
+    **dict.fromkeys(("ragged", "chunk", "mixed", "invariant"), (OURS,)),
+    **dict.fromkeys(("masks", "masks-build"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}

@@ -36,7 +36,8 @@ from flashattn3.call.fields import Options
 from flashattn3.run.bhsd import attend_bhsd
 
 SPAN = 128
-FEW, MANY = (140, 31), (290, 140, 31)  # tokens of whole sequences, in two tiers
+FEW = 140, 31  # tokens of whole sequences
+MANY = (5000, 1290, 140, 31) if GPU else (290, 140, 31)
 BACKENDS = [
     *(("reference", dtype) for dtype in (torch.float16, torch.float32)),
     *(("triton", dtype) for dtype in TRITON_DTYPES),
@@ -200,6 +201,42 @@ def test_a_row_has_the_bits_of_its_sequence_alone(backend, dtype, parts, device)
 def test_rows_of_many_random_calls(name, backend, dtype, parts, device):
     number = 400 if GPU else 40 if backend == "reference" else 6
     check_random_calls(number, name, MANY, device, backend, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "window"])
+@pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=lambda x: str(x).removeprefix("torch."))
+def test_a_graph_has_the_bits_of_eager_calls(name, dtype, sms_left_free):
+    """Captured with one length, replayed with others, on fewer SMs, beside other sequences."""
+    of = sequences_of(name, MANY, torch.device("cuda"), "triton", dtype)
+    keys = [torch.stack([x[0]] * 3) for x in (of.k, of.v)]
+    lengths = torch.ones(3, dtype=torch.int32, device="cuda")
+    q = torch.stack([of.q[0][:4]] * 3)
+
+    def attend():
+        options = {**of.options, "sm_margin": sms_left_free}
+        return flash_attn_with_kvcache(q, *keys, cache_seqlens=lengths, **options)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend()
+    for seed in range(20):
+        draw = random.Random(seed)
+        ends = [draw.randint(4, MANY[0]) for _ in range(3)]
+        lengths.copy_(torch.tensor(ends, dtype=torch.int32))
+        for row, end in zip(q, ends, strict=True):
+            row.copy_(of.q[0][end - 4 : end])
+        graph.replay()
+        for index, end in enumerate(ends):
+            rows = slice(end - 4, end)
+            assert same_bits(out[index], of.out[0][rows])
+            assert same_bits(lse[index].T, of.lse[0][rows])
+
+
+@pytest.fixture(params=[0, 100], ids=["every-SM", "few-SMs"])
+def sms_left_free(request):
+    return request.param
 
 
 @by_backend
