@@ -10,7 +10,7 @@ scores are truncated besides, which ``allowance`` adds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class DistributionCase:
 
     spread: standard deviation of the light keys' scores, in nats.
     heavy: nats by which one key's score is above the mean of the others; 0: there is none.
-    position: of the heavy key, one of POSITIONS; SELF: each query has one.
+    position: of the heavy key, one of POSITIONS or its index; SELF: each query has one.
     light_at_zero: the light keys' scores are around 0, else the heavy key's is 0.
     v_mean, v_std: of normal values; the heavy key's are multiplied with heavy_value.
     zero_half: "first" or "last" half of the values that is zero, or "".
@@ -86,7 +86,7 @@ class DistributionCase:
     bounds: Bounds
     spread: float = 1.0
     heavy: float = 0.0
-    position: str = "first"
+    position: str | int = "first"
     light_at_zero: bool = True
     v_mean: float = 0.0
     v_std: float = 1.0
@@ -106,8 +106,12 @@ class DistributionCase:
         last = self.seqlen_k - 1
         if self.position == SELF:
             return torch.arange(last + 1 - ROWS, last + 1)
-        place = (0, self.seqlen_k // 2, last)[POSITIONS.index(self.position)]
-        return torch.full((ROWS,), place)
+        places = dict(zip(POSITIONS, (0, self.seqlen_k // 2, last), strict=True))
+        return torch.full((ROWS,), places.get(self.position, self.position))
+
+    @property
+    def causal(self) -> bool:
+        return self.position == SELF
 
     def tensors(self, device: torch.device | str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v in float32, for the default softmax_scale; without v_descale."""
@@ -156,7 +160,7 @@ class DistributionCase:
             else:
                 factor[:, 0, 1::2] = factor[:, 1] = -1.0
             v = replace(v, descale=v.descale * factor)
-        return Inputs(q, k, v, self.head_dim**-0.5, causal=self.position == SELF)
+        return Inputs(q, k, v, self.head_dim**-0.5, self.causal)
 
     def misses(self, found: Errors, honest: Errors) -> list[str]:
         """A sentence for each bound that the result breaks. honest: or ``allowance``."""
@@ -304,11 +308,21 @@ def heavy_probability(case: DistributionCase, inputs: Inputs, lse: Tensor) -> fl
 
 def attend(inputs: Inputs, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Attention in float64 with ``rounded`` P, whose maximum is 1."""
+    heads = ([_head(x.in_rows(), head) for x in inputs[:3]] for head in range(HEADS))
+    return attend_heads(heads, inputs.softmax_scale, inputs.causal, rounded)
+
+
+def attend_heads(
+    heads: Iterable[Sequence[Tensor]],
+    softmax_scale: float,
+    causal: bool,
+    rounded: Callable[[Tensor], Tensor] = lambda p: p,
+) -> tuple[Tensor, Tensor]:
+    """The same of q, k and v (length, head_dim) of each head, in their dtype."""
     outs, lses = [], []
-    for head in range(HEADS):
-        q, k, v = (_head(x.in_rows(), head) for x in inputs[:3])
-        scores = (q * inputs.softmax_scale) @ k.mT
-        if inputs.causal:
+    for q, k, v in heads:
+        scores = (q * softmax_scale) @ k.mT
+        if causal:
             hidden = torch.ones_like(scores, dtype=torch.bool).triu_(len(k) - len(q) + 1)
             scores.masked_fill_(hidden, -math.inf)
         largest = scores.amax(-1, keepdim=True)

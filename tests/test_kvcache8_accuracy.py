@@ -1,0 +1,60 @@
+"""What caches of 8 bits cost in accuracy, and that no key is lost in a long one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import GPU
+
+from flashattn3 import flash_attn_with_kvcache
+from flashattn3_bench.checking.cached_distributions import (
+    cases,
+    misses,
+    needle,
+    needle_error,
+    store,
+)
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+BACKEND = "triton" if GPU else "reference"
+LENGTHS = [
+    256,
+    pytest.param(512, marks=pytest.mark.slow),
+    *(pytest.param(length, marks=pytest.mark.gpu) for length in (8192, 32768, 131072)),
+]
+
+
+@pytest.mark.parametrize("per", ["tokens", "heads"])
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_error_is_that_of_storing_k_and_v(length, dtype, per, device):
+    """A heavy key, a sink, outliers, values with a mean or of one sign."""
+    broken = {}
+    of_length = cases((length,), (64, 128) if GPU else (64,))
+    for case in of_length[:: 1 if length > 256 else 8]:
+        stored = store(case, device, dtype, per, BACKEND)
+        found = flash_attn_with_kvcache(**stored.arguments, return_lse=True, backend=BACKEND)
+        broken |= {case.id: missed} if (missed := misses(found, stored)) else {}
+    assert not broken
+
+
+NEEDLES = [
+    ("reference", 2048, (0, 15, 16, 1000, 2047)),
+    pytest.param("triton", 300, (0, 130, 299), marks=() if GPU else pytest.mark.slow),
+    pytest.param("triton", 131072, (0, 1, 4097, 70000, 131071), marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize(("backend", "length", "places"), NEEDLES)
+def test_a_key_of_half_the_weight_is_found_anywhere(backend, length, places, dtype, device):
+    """In pages of 16, with one scale for each head."""
+    for place in places:
+        case = needle(length, 64, place)
+        stored = store(case, device, dtype, "heads", backend)
+        found = flash_attn_with_kvcache(**stored.arguments, return_lse=True, backend=backend)
+        assert needle_error(found, stored).error <= 0.02, place
+        # Half of its own values is in out: without it there is nothing of them.
+        v = case.tensors(device)[2][0, place].double()
+        share = (found[0][0].double() * v).sum(-1) / v.square().sum(-1)
+        assert (share - 0.5).abs().max() < 0.15, place
