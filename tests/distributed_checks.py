@@ -15,7 +15,7 @@ from saved_tensors import AROUND, LENGTHS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func
+from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func, masks
 from flashattn3.integrations import dtensor
 from flashattn3.integrations import torch as provider
 
@@ -106,6 +106,7 @@ def check_dtensor(mesh) -> None:
         for x, y, part in zip(found, gradients, parts, strict=True):
             assert x.placements == part.placements
             torch.testing.assert_close(x.full_tensor(), y)
+    check_masks(mesh, tensors)
     one_head = [distribute_tensor(x, mesh, [Shard(2)]) for x in inputs((2, 1, 1), rows=24)]
     expected = flash_attn_func(*inputs((2, 1, 1), rows=24))
     torch.testing.assert_close(flash_attn_func(*one_head).full_tensor(), expected)
@@ -121,6 +122,37 @@ def check_dtensor(mesh) -> None:
         raise SystemExit("a varlen call with DTensors was taken")
     except UnsupportedError as error:
         assert "local_map" in str(error)
+
+
+def check_masks(mesh, tensors) -> None:
+    """Lists by batch and by query head, by one of them, and for all."""
+    generator = torch.Generator().manual_seed(1)
+    for batch, heads in ((2, 4), (2, 1), (1, 4), (1, 1)):
+        seen = torch.rand(batch, heads, 24, 24, generator=generator) < 0.5
+        mask = masks.from_bool(seen)
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        wanted = flash_attn_func(*leaves, mask=mask)
+        gradients = torch.autograd.grad(wanted.square().sum(), leaves)
+        for placement in (Shard(0), Shard(2), Replicate()):
+            parts = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in tensors]
+            out = flash_attn_func(*parts, mask=dtensor.replicated(mask, mesh))
+            assert out.placements == (placement,), out.placements
+            torch.testing.assert_close(out.full_tensor(), wanted)
+            found = torch.autograd.grad(out.square().sum(), parts)
+            for x, y in zip(found, gradients, strict=True):
+                assert x.placements == (placement,), x.placements
+                torch.testing.assert_close(x.full_tensor(), y)
+    parts = [distribute_tensor(x, mesh, [Shard(2)]) for x in tensors]
+    mask = dtensor.replicated(mask, mesh)
+    out, highest = flash_attn_func(*parts, mask=mask, return_max_logit=True)
+    wanted = flash_attn_func(*tensors, mask=masks.from_bool(seen), return_max_logit=True)
+    torch.testing.assert_close((out.full_tensor(), highest.full_tensor()), wanted)
+    sinks = distribute_tensor(torch.zeros(4), mesh, [Replicate()])
+    try:
+        flash_attn_func(*parts, sinks=sinks)
+        raise SystemExit("sinks of a DTensor were taken")
+    except UnsupportedError as error:
+        assert "sinks must be None beside DTensors" in str(error)
 
 
 class Block(torch.nn.Module):

@@ -5,9 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch.utils import _pytree
 
 from ..call import operands as checks
 from ..errors import UnsupportedError
+from ..masks import Mask
+
+# Of a mask: its lists have the axes of batch and heads. A list numbers the bit tiles of all.
+_LISTS = "mask_entries_q", "mask_work_q", "mask_entries_k", "mask_work_k"
+_TILES = "mask_tiles_q", "mask_tiles_k"
 
 
 def register() -> None:
@@ -17,7 +23,8 @@ def register() -> None:
     the KV heads evenly, and replicated; other placements are redistributed to one of these, but a
     sharded sequence raises UnsupportedError: torch's ``context_parallel`` with
     ``flashattn3.integrations.torch`` computes that. Calling again has no effect. For varlen calls
-    use ``torch.distributed.tensor.experimental.local_map``.
+    use ``torch.distributed.tensor.experimental.local_map``. A mask is passed as ``replicated``
+    gives it; with return_max_logit all devices compute all of the call.
     """
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -26,13 +33,33 @@ def register() -> None:
     operators = torch.ops.flashattn3
     for forward in (operators.forward.default, operators.forward.scaled):
         register_sharding(forward)(partial(_shardings, forward, ("out", "lse")))
+    of_masks = operators.forward.scores
+    register_sharding(of_masks)(partial(_shardings, of_masks, ("out", "lse", "max_logit")))
+    gradients = "dq", "dk", "dv"
     backward = operators.backward.default
-    register_sharding(backward)(partial(_shardings, backward, ("dq", "dk", "dv")))
+    register_sharding(backward)(partial(_shardings, backward, gradients))
+    of_masks, others = operators.backward.scores, ("dsinks", "dbias")
+    register_sharding(of_masks)(partial(_shardings, of_masks, (*gradients, *others)))
     checks.check_dtensor = _check
+
+
+def replicated(mask: Mask, mesh) -> Mask:
+    """A mask for calls on DTensors: each device has all of it and reads its part of the lists."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    places = [Replicate()] * mesh.ndim
+    return _pytree.tree_map(lambda x: DTensor.from_local(x, mesh, places, run_check=False), mask)
 
 
 def _check(function: str, name: str, tensor: torch.Tensor) -> None:
     """Raise for a DTensor that has no sharding rule. function: the one that was called."""
+    if name.startswith("mask"):
+        return
+    if name in ("sinks", "alibi_slopes", "bias"):
+        raise UnsupportedError(
+            f"{function}: {name} must be None beside DTensors, got one: it has no sharding rule; "
+            "use torch.distributed.tensor.experimental.local_map"
+        )
     if tensor.ndim != 4:
         raise UnsupportedError(
             f"{function}: {name} must be a local tensor, got a DTensor: sequences have no sharding "
@@ -54,10 +81,15 @@ def _shardings(operator, outputs: tuple[str, ...], *arguments) -> list:
     given = dict(zip(names, arguments, strict=False))
     tensors = {name for name, value in given.items() if hasattr(value, "placements")}
 
+    whole = (*_TILES, "max_logit", "dsinks", "dbias")  # alike on all devices
+
     def along(axis: int | None) -> tuple[list, list]:
         def place(name: str):
-            if axis is None:
+            if axis is None or name in whole:
                 return Replicate()
+            if name in _LISTS:
+                own = {0: 0, 2: 1}[axis]
+                return Replicate() if given[name].shape[own] == 1 else Shard(own)
             return Shard(1 if name in ("lse", "dlse") and axis == 2 else axis)
 
         inputs = [place(name) if name in tensors else None for name in names[: len(arguments)]]
@@ -65,4 +97,6 @@ def _shardings(operator, outputs: tuple[str, ...], *arguments) -> list:
 
     k = given["k"]
     even = all(k.shape[2] % size == 0 for size in k.mesh.shape)
+    if given.get("return_max_logit"):
+        return [along(None)]
     return [along(None), along(0), *([along(2)] if even else [])]

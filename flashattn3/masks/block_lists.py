@@ -175,7 +175,9 @@ def words_of(lists: BlockLists) -> Words:
     """The bits of any block: those of a full one are ones. Lists of one batch_idx or head serve all
     batches or heads."""
     kinds = kinds_of(lists)
-    slots, shape = numbered(kinds), kinds.shape
+    # The lists may be a part of those that share the tiles, so that their first tile is not 0.
+    slots = lists.work[..., 2:3] + (kinds == PARTIAL).cumsum(-1) - 1
+    shape = kinds.shape
 
     def words(at: Places) -> Tensor:
         batch, head = (
