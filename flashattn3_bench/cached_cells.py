@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed", "invariant")
+SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed", "invariant", "kv8")
 QUICK_LENGTH = 40
 
 
@@ -14,7 +14,8 @@ class CachedCell:
     """One measurement. page_size: 0 for a dense cache. heads, heads_kv: of queries and keys.
 
     seqlen_q: queries of each sequence; ragged: with cu_seqlens_q, one query of each sequence but
-    the last, which has seqlen_q.
+    the last, which has seqlen_q. stored: the dtype of caches of 8 bits. descales: "cache", one
+    number, or "tokens". appends: seqlen_q new tokens are written behind the others, nothing else.
     """
 
     suite: str
@@ -28,6 +29,9 @@ class CachedCell:
     window: int = -1
     sinks: bool = False
     ragged: bool = False
+    stored: str = ""
+    descales: str = "cache"
+    appends: bool = False
 
     @property
     def group(self) -> int:
@@ -47,7 +51,13 @@ class CachedCell:
         return sum(min(n, self.window + queries) for n, queries in pairs)
 
     def num_bytes(self, itemsize: int) -> int:
-        return 2 * self.visible * self.heads_kv * self.head_dim * itemsize
+        """Of what is read, or appended. itemsize: of caches of 16 bits."""
+        if self.appends:
+            new = len(self.lengths) * self.seqlen_q
+            return 2 * new * self.heads_kv * self.head_dim * itemsize
+        row = self.head_dim * (1 if self.stored else itemsize)
+        row += 4 * (self.descales == "tokens")
+        return 2 * self.visible * self.heads_kv * row
 
     @property
     def flops(self) -> float:
@@ -93,6 +103,32 @@ def _dense_cells() -> Iterator[CachedCell]:
     yield CachedCell("decode", "51 queries, d256, 8/1, 1 x 851", (851,), 8, 1, 256, 51)
 
 
+def _cells_of_8_bits() -> Iterator[CachedCell]:
+    """The dense cells in both dtypes, two of them in pages and with other descales, chunks, and
+    appends."""
+    dense = list(_dense_cells())[:15]
+    for stored in ("e4m3", "int8"):
+        for cell in dense:
+            yield replace(cell, suite="kv8", row=f"{stored}, {cell.row}", stored=stored)
+    for cell in dense:
+        if cell.heads_kv == 8 and cell.lengths in ((4096,) * 32, (16384,) * 64):
+            of = replace(cell, suite="kv8", stored="e4m3")
+            yield replace(of, row=f"e4m3, of tokens, {cell.row}", descales="tokens")
+            for size in (1, 16, 64, 128, 256):
+                row = f"e4m3, page {size}, {cell.row}"
+                yield replace(of, row=row, page_size=size)
+                if size == 16:
+                    yield replace(of, row=f"{row}, of tokens", page_size=size, descales="tokens")
+    for stored in ("e4m3", "int8"):
+        row = f"{stored}, 1 x 2048 of 16k, page 16"
+        yield CachedCell("kv8", row, (16384,), seqlen_q=2048, page_size=16, stored=stored)
+        for new in (64, 8192):
+            yield CachedCell(
+                "kv8", f"{stored}, append {new}", (16384,), seqlen_q=new, stored=stored,
+                descales="tokens", appends=True,
+            )  # fmt: skip
+
+
 def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
     """The cells of one of SUITES. quick: the same problems, cut down to a CPU's size."""
     if suite == "decode":
@@ -109,6 +145,8 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
             CachedCell(suite, f"prompt, {batch} x {_named(n)}", (n,) * batch, seqlen_q=n)
             for batch, n in PROMPTS
         ]
+    elif suite == "kv8":
+        cells = list(_cells_of_8_bits())
     elif suite == "mixed":
         row = "63 x 8k decoded, 2048 of 8k, page"
         of = {"lengths": (8192,) * 64, "seqlen_q": 2048, "ragged": True}
@@ -143,4 +181,6 @@ def _cut_down(cell: CachedCell) -> CachedCell:
     new = min(cell.seqlen_q, 5)
     name = f"quick {len(lengths)} x {lengths[0]}, d{cell.head_dim}, {new} queries"
     name += f", page {cell.page_size}" * (cell.page_size > 0) + ", ragged" * cell.ragged
+    if cell.stored:
+        name += f", {cell.stored}, of {cell.descales}" + ", append" * cell.appends
     return replace(cell, row=name, lengths=lengths, heads=group, heads_kv=1, seqlen_q=new)

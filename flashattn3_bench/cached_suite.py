@@ -18,6 +18,7 @@ from torch.nn.attention import sdpa_kernel
 
 import flashattn3
 
+from . import cached_eight_bits as eight_bits
 from .cached_cells import CachedCell
 from .checking import FORWARD_FACTOR, check
 from .cuda_graph import captured
@@ -35,7 +36,8 @@ class CachedInputs:
     """q: (batch, seqlen_q, heads, head_dim), of a ragged cell (total_q, heads, head_dim). k, v: of
     each sequence, (length, heads_kv, head_dim), dense: views of one cache.
 
-    pages: (k_cache, v_cache, page_table) of the same tokens, where the cell has pages.
+    pages: (k_cache, v_cache, page_table) of the same tokens, where the cell has pages. stored: the
+        caches of 8 bits and their descales, of which all others have the values.
     """
 
     q: Tensor
@@ -45,6 +47,7 @@ class CachedInputs:
     pages: tuple[Tensor, Tensor, Tensor] | None
     seqlens: Tensor
     sinks: Tensor | None
+    stored: eight_bits.Arguments | None = None
 
 
 def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
@@ -61,13 +64,15 @@ def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
     q = normal(*lead, cell.heads, dim)
     sinks = torch.randn(cell.heads, device=device) if cell.sinks else None
     if not cell.page_size:
-        k_cache, v_cache = (normal(batch, max(lengths), heads_kv, dim) for _ in range(2))
-        k, v = ([x[i, :n] for i, n in enumerate(lengths)] for x in (k_cache, v_cache))
-        return CachedInputs(q, k, v, (k_cache, v_cache), None, seqlens, sinks)
+        caches = [normal(batch, max(lengths), heads_kv, dim) for _ in range(2)]
+        q, stored = _in_8_bits(cell, q, caches)
+        k, v = ([x[i, :n] for i, n in enumerate(lengths)] for x in caches)
+        return CachedInputs(q, k, v, tuple(caches), None, seqlens, sinks, stored)
     size = cell.page_size
     needed = [-(-n // size) for n in lengths]
     order = torch.randperm(sum(needed), device=device, generator=generator).int()
     caches = [normal(sum(needed), size, heads_kv, dim) for _ in range(2)]
+    q, stored = _in_8_bits(cell, q, caches)
     table = torch.full((batch, max(needed)), -1, dtype=torch.int32, device=device)
     k, v = [], []
     for index, (begin, count) in enumerate(zip(accumulate([0, *needed]), needed, strict=False)):
@@ -79,7 +84,18 @@ def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
     if len(set(lengths)) == 1:
         dense = torch.stack(k), torch.stack(v)
         k, v = (list(x) for x in dense)
-    return CachedInputs(q, k, v, dense, (*caches, table), seqlens, sinks)
+    return CachedInputs(q, k, v, dense, (*caches, table), seqlens, sinks, stored)
+
+
+def _in_8_bits(
+    cell: CachedCell, q: Tensor, caches: list[Tensor]
+) -> tuple[Tensor, eight_bits.Arguments | None]:
+    """q and, of a cell of 8 bits, what stores the caches, which get its values."""
+    if not cell.stored:
+        return q, None
+    q, stored = eight_bits.query(q), eight_bits.store(cell, caches)
+    caches[:] = [eight_bits.values(stored, name).to(q.dtype) for name in "kv"]
+    return q, stored
 
 
 Call = Callable[[], Tensor]
@@ -92,11 +108,15 @@ def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[s
     q, options = inputs.q, {**cell.options, "sinks": inputs.sinks}
     cached = partial(flashattn3.flash_attn_with_kvcache, q, cache_seqlens=inputs.seqlens, **options)
     calls: dict[str, Call] = {}
+    mine = eight_bits.WIDE if inputs.stored else OURS
+    if inputs.stored:
+        table = inputs.pages[2] if inputs.pages else None
+        calls[OURS] = partial(cached, page_table=table, **inputs.stored)
     if inputs.pages:
         k_cache, v_cache, table = inputs.pages
-        calls[OURS] = partial(cached, k_cache, v_cache, page_table=table)
+        calls[mine] = partial(cached, k_cache, v_cache, page_table=table)
     elif inputs.dense:
-        calls[OURS] = partial(cached, *inputs.dense)
+        calls[mine] = partial(cached, *inputs.dense)
     if cell.suite == "chunk":
         calls[DENSE] = partial(flashattn3.flash_attn_func, q, *inputs.dense, causal=True)
     elif cell.suite == "invariant":
@@ -104,7 +124,7 @@ def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[s
     elif cell.suite == "paged":
         calls[DENSE] = partial(cached, *inputs.dense)
     plain = cell.window < 0 and not cell.sinks and cell.seqlen_q == 1
-    if cell.suite in ("decode", "latency") and plain:
+    if cell.suite in ("decode", "latency", "kv8") and plain:
         for name in settings.baselines:
             if name in SDPA_BACKENDS:
                 calls[name] = partial(_sdpa, name, q, *inputs.dense)
@@ -138,21 +158,31 @@ def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def _offered(
+    cell: CachedCell, settings: Settings
+) -> tuple[dict[str, Call], Callable[[object, str], None]]:
+    """The calls of a cell and a check of (what a call returned, its provider)."""
+    if cell.appends:
+        return eight_bits.append_calls(cell, settings)
+    inputs = make_cached_inputs(cell, settings)
+    return _calls(cell, inputs, settings), partial(_check, cell, inputs)
+
+
 def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
     """A record for each provider, with the bytes of the visible keys and what they take."""
-    inputs = make_cached_inputs(cell, settings)
     calls: dict[str, Call] = {}
     refused: dict[str, tuple[str, str]] = {}
-    for name, call in _calls(cell, inputs, settings).items():
+    offered, check_of = _offered(cell, settings)
+    for name, call in offered.items():
         try:
-            _check(cell, inputs, call(), name)
+            check_of(call(), name)
             calls[name] = captured(lambda call=call: call, settings.device)
         except AssertionError as error:
             refused[name] = (FAILED, str(error))
         except Exception as error:  # whatever it is, the other providers and cells go on
             refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
     num_bytes = cell.num_bytes(settings.dtype.itemsize)
-    if cell.suite != "chunk":
+    if cell.suite != "chunk" and not cell.appends:
         read = prepare_read(num_bytes, settings.device)
         calls[READ] = captured(lambda: read, settings.device)
     clock = make_clock(settings.device, num_bytes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashattn3.cli import main
+from flashattn3_bench import cached_eight_bits as eight_bits
 from flashattn3_bench import cached_suite
 from flashattn3_bench.cached_cells import SUITES, CachedCell, cached_cells
 from flashattn3_bench.cached_suite import run_cached, run_cached_host
@@ -28,6 +29,18 @@ def test_the_cells_of_a_suite(suite):
         for record in records:
             assert record["status"] == OK, record
             assert record["median_ms"] > 0 and record["num_bytes"] == cell.num_bytes(4)
+
+
+@pytest.mark.parametrize("kind", ["append", "of tokens"])
+def test_caches_of_8_bits_have_those_of_16_beside_them(kind, monkeypatch):
+    (cell, *_) = (x for x in cached_cells("kv8", quick=True) if kind in x.row)
+    records = run_cached(cell, CPU)
+    assert {record["provider"] for record in records} >= {OURS, "16 bits"}
+    assert all(record["status"] == OK for record in records)
+    right = eight_bits.with_descale
+    monkeypatch.setattr(eight_bits, "with_descale", lambda *of: (right(*of)[0], right(*of)[1] * 2))
+    wrong = {record["provider"]: record["status"] for record in run_cached(cell, CPU)}
+    assert wrong[OURS] == (FAILED if kind == "append" else OK)
 
 
 def test_a_wrong_result_has_no_number(monkeypatch):
