@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import GPU
+from helpers import GPU, run_python
+from torch.nn.attention.flex_attention import create_block_mask
 
-from flashattn3 import masks
+from flashattn3 import flash_attn_func, masks
 from flashattn3.masks import triton_lists
 
 triton = pytest.importorskip("triton")
@@ -53,8 +54,20 @@ CASES = {
     "bools-of-blocks": lambda: masks.from_bool(
         given(randoms(8, 3, 4, high=2).bool().repeat_interleave(128, 0).repeat_interleave(64, 1))
     ),
+    "blocks": lambda: masks.blocks(
+        given(randoms(10, 2, 1, 2, 3, high=2).bool()), 128, 128, seqlen_q=200, seqlen_k=384
+    ),
+    "blocks-small": lambda: masks.blocks(given(randoms(11, 1, 2, 9, 7, high=2).bool()), 30, 20),
+    "tree": lambda: masks.tree(given(torch.tensor([[-1, 0, 0, 2, 1] * 30, [*range(-1, 149)]]))),
+    "block-mask": lambda: masks.from_block_mask(
+        create_block_mask(of_heads, 2, 3, 200, 300, DEVICE)
+    ),
     "bools-strided": lambda: masks.from_bool(given(randoms(9, 300, 65, 2, high=2).bool().mT.mT.T)),
 }
+
+
+def of_heads(b, h, q, k):
+    return (q >= k - 40 * h) & (k % 7 > b)
 
 
 @pytest.fixture
@@ -142,10 +155,30 @@ def test_a_graph_of_a_builder_follows_its_values_and_waits_for_nothing(name):
         build(given_later)
     finally:
         torch.cuda.set_sync_debug_mode(before)
+    q, k, v = torch.randn(3, 1, 300, 2, 64, device=DEVICE, dtype=torch.bfloat16).unbind()
+    flash_attn_func(q, k, v, mask=build(given_later))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         mask = build(given_later)
+        out = flash_attn_func(q, k, v, mask=mask)
     given_later.copy_(values[1])
     graph.replay()
-    for got, wanted in zip(mask.tensors, build(values[1]).tensors, strict=True):
+    other = build(values[1])
+    for got, wanted in zip(mask.tensors, other.tensors, strict=True):
         assert torch.equal(got, wanted)
+    assert torch.equal(out, flash_attn_func(q, k, v, mask=other))
+
+
+@pytest.mark.gpu
+def test_values_on_a_gpu_are_checked_where_that_is_asked():
+    if not GPU:
+        pytest.skip("needs a GPU")
+    code = (
+        "import torch\nfrom flashattn3 import masks\n"
+        "lengths = torch.tensor([5, 4], device='cuda')\n"
+        "try:\n    print(masks.documents(lengths, seqlen=8).seqlen_q)\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    assert run_python(code, FLASHATTN3_CHECK="0").strip() == "8"
+    found = run_python(code, FLASHATTN3_CHECK="1")
+    assert "lengths.sum(-1) must be between 0 and 8, got 9" in found

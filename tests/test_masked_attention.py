@@ -262,6 +262,20 @@ def test_compiled_code_takes_masks():
         torch.testing.assert_close(x, y)
 
 
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v, mask):
+        return flash_attn_func(q, k, v, mask=mask)
+
+
+@pytest.mark.slow
+def test_an_exported_program_takes_another_mask():
+    q, k, v = (x.detach() for x in inputs((1, 100, 2), 100, 1, 16))
+    first, second = (masks.documents(x, causal=True).to(DEVICE) for x in ([60, 40], [10, 90]))
+    program = torch.export.export(Attention(), (q, k, v, first)).module()
+    for mask in (first, second):
+        torch.testing.assert_close(program(q, k, v, mask), flash_attn_func(q, k, v, mask=mask))
+
+
 CAUSAL = masks.window(64, -1, 0)
 ERRORS = (
     (

@@ -372,6 +372,14 @@ def test_masks_are_built_and_combined_in_compiled_code():
     assert torch.equal(found.to_bool(), mask.to_bool())
 
 
+def reading_elsewhere():
+    """A block mask whose mask_mod reads a tensor on another device."""
+    elsewhere = torch.zeros(9, device="meta")
+    block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 200, 200, "cpu")
+    block_mask.mask_mod = lambda b, h, q, k: elsewhere[q] > k
+    return block_mask
+
+
 ONES = torch.ones(1, 1, 2, 2)
 ERRORS = (
     (lambda: masks.documents([3, -1]), "masks.documents: lengths must be between 0 and 2, got -1"),
@@ -400,6 +408,10 @@ ERRORS = (
     ),
     (lambda: masks.from_bool(ONES), "visible.dtype must be torch.bool"),
     (lambda: masks.from_block_mask(ONES), "block_mask must be a BlockMask of torch.nn.attention"),
+    (
+        lambda: masks.from_block_mask(reading_elsewhere()),
+        "masks.from_block_mask: elsewhere, which mask_mod reads, must be on cpu",
+    ),
     (lambda: masks.window(8, 1) & ONES, "the right side of & must be a Mask"),
     (
         lambda: masks.window(8, 1) | masks.window(9, 1),

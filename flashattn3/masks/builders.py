@@ -257,34 +257,56 @@ def _of_spans(grid: Grid, starts: Tensor, ends: Tensor, *most_partial: int | Non
     return Mask(*lists, grid.rows, grid.columns)
 
 
-def _of_predicate(grid: Grid, visible, kinds, most_partial=(None, None)) -> Mask:
-    """kinds and most_partial: of blocks of queries and of blocks of keys, as ``assembled`` takes
-    them."""
-    lists = [
-        assembled(of, kind, words_of_predicate(of, visible, transposed), most)
-        for of, kind, transposed, most in zip(
-            (grid, grid.transposed), kinds, (False, True), most_partial, strict=True
-        )
-    ]
+# Scores of a mask whose bools the kernels may read at once: 1 GiB.
+_MOST_BOOLS = 2**30
+
+
+def _of_predicate(grid: Grid, visible, like: Tensor, kinds, most_partial=(None, None)) -> Mask:
+    """kinds: computes those of blocks of queries, or of blocks of keys, from the grid of that side,
+    as ``assembled`` takes them. most_partial: of either side. like: a tensor on the device."""
+    num_scores = grid.batch * grid.heads * grid.rows * grid.columns
+    if 0 < num_scores <= _MOST_BOOLS and triton_lists.serve(like):
+        bools = _bools_of(grid, visible, like.device)
+        lists = triton_lists.of_bools(grid, bools, most_partial)
+    else:
+        sides = (grid, False), (grid.transposed, True)
+        lists = [
+            assembled(of, kinds(of, transposed), words_of_predicate(of, visible, transposed), most)
+            for (of, transposed), most in zip(sides, most_partial, strict=True)
+        ]
     return Mask(*lists, grid.rows, grid.columns)
 
 
-def of_predicate(grid: Grid, visible, device: torch.device) -> Mask:
-    """The mask of ``visible(batch_idx, head, query, key)``, which is computed for every score."""
-    sides = grid, grid.transposed
-    kinds = [torch.full(of.shape, PARTIAL, dtype=torch.int8, device=device) for of in sides]
-    return _of_predicate(grid, visible, kinds)
+def _bools_of(grid: Grid, visible, device: torch.device) -> Tensor:
+    """bool (batch, heads, queries, keys) of a predicate of positions, computed at once."""
+    sizes = grid.batch, grid.heads, grid.rows, grid.columns
+    batch_idx, head, query, key = (torch.arange(size, device=device) for size in sizes)
+    batch_idx = batch_idx.repeat_interleave(grid.heads).view(-1, 1, 1)
+    head = head.repeat(grid.batch).view(-1, 1, 1)
+    query = query.view(1, -1, 1).expand(len(head), -1, -1)
+    key = key.view(1, 1, -1).expand(len(head), -1, -1)
+    return visible(batch_idx, head, query, key).expand(-1, *sizes[2:]).view(sizes)
+
+
+def of_predicate(grid: Grid, visible, like: Tensor) -> Mask:
+    """The mask of ``visible(batch_idx, head, query, key)``, which is computed for every score.
+    like: a tensor on the device."""
+
+    def kinds(of: Grid, _: bool) -> Tensor:
+        return torch.full(of.shape, PARTIAL, dtype=torch.int8, device=like.device)
+
+    return _of_predicate(grid, visible, like, kinds)
 
 
 def of_block_predicate(
     grid: Grid, visible, seen: Tensor, full: Tensor, block_q: int, block_k: int, most_partial
 ) -> Mask:
     """The same, computed where blocks of block_q x block_k are seen and not full."""
-    kinds = [
-        block_kinds.of_blocks(of, seen, full, block_q, block_k, transposed)
-        for of, transposed in ((grid, False), (grid.transposed, True))
-    ]
-    return _of_predicate(grid, visible, kinds, most_partial)
+
+    def kinds(of: Grid, transposed: bool) -> Tensor:
+        return block_kinds.of_blocks(of, seen, full, block_q, block_k, transposed)
+
+    return _of_predicate(grid, visible, seen, kinds, most_partial)
 
 
 def blocks(
@@ -362,4 +384,4 @@ def tree(parents: Tensor) -> Mask:
         return (first[batch_idx, key] <= visit) & (visit < last[batch_idx, key])
 
     grid = Grid(parents.shape[0], 1, parents.shape[1], parents.shape[1])
-    return of_predicate(grid, visible, parents.device)
+    return of_predicate(grid, visible, parents)

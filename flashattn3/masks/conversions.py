@@ -39,12 +39,13 @@ def from_bool(visible: Tensor) -> Mask:
     visible = without_copies(visible)
     grid = Grid(*visible.shape)
     if triton_lists.serve(visible):
-        return Mask(*triton_lists.of_bools(grid, visible), grid.rows, grid.columns)
+        lists = triton_lists.of_bools(grid, visible, (None, None))
+        return Mask(*lists, grid.rows, grid.columns)
 
     def seen(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible[batch_idx, head, query, key]
 
-    return of_predicate(grid, seen, visible.device)
+    return of_predicate(grid, seen, visible)
 
 
 def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mask") -> Mask:

@@ -91,7 +91,9 @@ def of_spans(
         return _listed(grid, kinds, work, (starts, ends, None, None), n, most_partial)
 
 
-def of_bools(grid: Grid, visible: Tensor) -> tuple[BlockLists, BlockLists]:
+def of_bools(
+    grid: Grid, visible: Tensor, most_partial: tuple[int | None, int | None]
+) -> tuple[BlockLists, BlockLists]:
     """The same of a bool tensor (batch, heads, queries, keys) with any strides, read once."""
     device, num_masks = visible.device, grid.batch * grid.heads
     kinds, work = _kinds_and_work(grid, device, torch.zeros)
@@ -105,7 +107,7 @@ def of_bools(grid: Grid, visible: Tensor) -> tuple[BlockLists, BlockLists]:
         launch = _launch("bits_kernel", "bools", device.index)
         tensors = visible.view(torch.uint8), *(x.view(torch.int32) for x in words), *kinds, *work
         launch((*tiles, num_masks), tensors, (), numbers)
-        return _listed(grid, kinds, work, (None, None, *words), 0, (None, None))
+        return _listed(grid, kinds, work, (None, None, *words), 0, most_partial)
 
 
 def _kinds_and_work(grid: Grid, device: torch.device, empty) -> tuple[list[Tensor], list[Tensor]]:
