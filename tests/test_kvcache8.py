@@ -1,4 +1,4 @@
-"""Caches of 8 bits: attention through them, and what an append stores in them."""
+"""Attention through caches of 8 bits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from helpers import SIXTEEN_BIT, TRITON_DTYPES
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 import flashattn3
-from flashattn3.backends.hopper import append_launch, decode_launch
 from flashattn3.call.cache_descales import OF_KEYS
-from flashattn3.call.cached import (
-    AppendOptions,
-    AppendTensors,
-    DecodeOptions,
-    DecodeTensors,
-    describe_append,
-    describe_decode,
-)
-from flashattn3.call.metadata import metadata_of
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 BACKENDS = ("reference", "triton")
@@ -135,184 +125,104 @@ def test_every_code_has_its_value(backend, device):
             )
 
 
-# dtype of the cache, kind of descales, page size, rotated columns, whether new tokens are ragged.
-APPENDS = [
-    (FP8, "heads", 16, 24, True),
-    (INT8, "heads", 0, 0, False),
-    (FP8, "pages", 16, 0, True),
-    (INT8, "pages", 0, 10, False),
-    (FP8, "tokens", 16, 24, True),
-    (INT8, "tokens", 3, 10, False),
-    (INT8, "tokens", 0, 24, True),
-    (FP8, "", 0, 24, False),
-]
-LARGEST = {FP8: 448.0, INT8: 127.0}
-
-
-def new_tokens(page_size: int, rotary_dim: int, ragged: bool, device) -> tuple[list, dict]:
-    """k and v of three sequences, float16, and the arguments of their append."""
-    torch.manual_seed(0)
-    shape = (7,) if ragged else (3, 2)
-    new = [torch.randn(*shape, 2, 32, device=device).half() * by for by in (1, 3)]
-    ints = {"dtype": torch.int32, "device": device}
-    arguments = {"cache_seqlens": torch.tensor([0, 15, 7], **ints)}
-    if ragged:
-        arguments["cu_seqlens_k_new"] = torch.tensor([0, 2, 2, 7], **ints)
-    if page_size:
-        table = torch.randperm(3 * (48 // page_size))
-        arguments["page_table"] = table.view(3, -1).to(**ints)
-    if rotary_dim:
-        angles = torch.rand(60, rotary_dim // 2, device=device) * 6
-        arguments |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-    return new, arguments
-
-
-def caches_of(dtype, kind: str, page_size: int, device) -> tuple[list, dict]:
-    """Two caches of random codes and their descales, NaN where an append computes them."""
-    torch.manual_seed(1)
-    lead = (3 * (48 // page_size), page_size) if page_size else (3, 48)
-    caches = [torch.randint(0, 100, (*lead, 2, 32), device=device, dtype=torch.uint8)
-              for _ in range(2)]  # fmt: skip
-    sizes = {"heads": (3, 2), "pages": (lead[0], 1, 2), "tokens": (*lead, 2)}
-    descales = {}
-    if kind:
-        descales = {f"{x}_descale": torch.rand(sizes[kind], device=device) / 30 for x in "kv"}
-    if kind == "tokens":
-        descales = {name: torch.full_like(x, float("nan")) for name, x in descales.items()}
-    return [x.view(dtype) for x in caches], descales
-
-
-def by_place(descale, kind: str, arguments, like):
-    """The descale of each token and head of a cache: of sequences in the places of these."""
-    if kind != "heads":
-        return descale.expand(like.shape[:3])
-    table = arguments.get("page_table")
-    found = descale.new_ones(like.shape[:3])
-    for index in range(3):
-        found[index if table is None else table[index].long()] = descale[index]
-    return found
-
-
+@pytest.mark.interpreted(quick=lambda kind, backend, **_: (kind, backend) != ("heads", "triton"))
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", APPENDS, ids=str)
-def test_an_append_quantizes(case, backend, device):
-    """Against the same append to a cache of float64: each number within half a step of its own, and
-    nothing else is written."""
-    dtype, kind, page_size, rotary_dim, ragged = case
-    (k, v), arguments = new_tokens(page_size, rotary_dim, ragged, device)
-    caches, descales = caches_of(dtype, kind, page_size, device)
-    wide = [torch.full(x.shape, float("nan"), dtype=torch.float64, device=device) for x in caches]
-    flashattn3.append_kvcache(k.double(), v.double(), *wide, **arguments, backend="reference")
-    before = [x.clone() for x in caches]
-    flashattn3.append_kvcache(k, v, *caches, **arguments, **descales, backend=backend)
-    for name, cache, old, x in zip("kv", caches, before, wide, strict=True):
-        written = ~x.isnan()
-        codes, same = cache.view(torch.uint8), old.view(torch.uint8)
-        assert torch.equal(codes[~written], same[~written]) and written.any()
-        descale = descales.get(f"{name}_descale")
-        factors = torch.ones(cache.shape[:3], device=device)
-        if descale is not None:
-            factors = by_place(descale, kind, arguments, cache)
-        if kind == "tokens":
-            new = written[..., 0]
-            assert descale[~new].isnan().all()
-            amax = x.abs().amax(-1)[new].float()
-            torch.testing.assert_close(descale[new], amax / LARGEST[dtype], rtol=1e-6, atol=0)
-        factors = factors.double().unsqueeze(-1).expand(x.shape)[written]
-        x, found = x[written], cache.double()[written]
-        wanted = (x / factors).clamp(-LARGEST[dtype], LARGEST[dtype])
-        half_a_step = 0.5
-        if dtype == FP8:  # three bits behind the first one, down to steps of 2**-9
-            half_a_step = 2.0 ** (wanted.abs().clamp(min=2.0**-6).log2().floor() - 4)
-        assert ((found - wanted).abs() <= half_a_step * (1 + 1e-4) + 1e-6).all()
+@pytest.mark.parametrize(("dtype", "kind"), [(FP8, "tokens"), (INT8, "heads")])
+def test_with_split_tokens_a_token_has_its_bits_in_a_chunk_and_in_a_batch(
+    dtype, kind, backend, device
+):
+    case = CacheCase("chunk", (150, 40), 3, page_size=16, stored=dtype, descales=kind,
+                     options={**CAUSAL, "split_tokens": 128})  # fmt: skip
+    inputs = make_cache_inputs(case, device, torch.float16)
+    given = inputs.arguments
+    out, lse = call_cached(inputs, backend=backend)
+    check_cached(case, inputs, out, lse, backend)
+    for index, length in enumerate(case.seqlens):
+        one = slice(index, index + 1)
+        alone = {name: given[name][one] for name in ("q", "page_table", "cache_seqlens")}
+        alone["q_descale"] = given["q_descale"][one]
+        if kind == "heads":
+            alone |= {name: given[name][one] for name in ("k_descale", "v_descale")}
+        for row in range(3):
+            lengths = torch.tensor([length - 2 + row], dtype=torch.int32, device=device)
+            of_row = {"q": alone["q"][:, row, None], "cache_seqlens": lengths}
+            found = flashattn3.flash_attn_with_kvcache(
+                **{**given, **alone, **of_row}, return_lse=True, backend=backend
+            )
+            assert torch.equal(found[0][0, 0], out[index, row]), (index, row)
+            assert torch.equal(found[1][0, :, 0], lse[index, :, row])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [FP8, INT8])
-def test_what_is_not_finite(dtype, backend, device):
-    """A descale divides, what is over the range saturates, NaN stays; int8 has no NaN, so that a
-    computed descale is NaN where a number is not finite."""
-    k = torch.zeros(1, 3, 1, 16, device=device).half()
-    k[0, 0, 0, :4] = torch.tensor([3e4, -3e4, float("inf"), float("nan")])
-    k[0, 1, 0, :2] = torch.tensor([1.0, -2.0])
-    caches = [torch.zeros(1, 3, 1, 16, device=device).to(dtype) for _ in range(2)]
-    given = torch.full((1, 1), 0.5, device=device)
-    flashattn3.append_kvcache(
-        k, k, *caches, cache_seqlens=0, k_descale=given, v_descale=given, backend=backend
+def test_metadata_of_queries_of_8_bits(device):
+    case = CacheCase("metadata", (9, 40), 2, stored=FP8)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    q = inputs.arguments["q"] = inputs.arguments["q"].to(FP8)
+    metadata = flashattn3.get_scheduler_metadata(
+        2, 2, 43, 4, 2, 32, inputs.arguments["cache_seqlens"], qkv_dtype=q.dtype
     )
-    largest = LARGEST[dtype]
-    found = caches[0][0, :, 0].float()
-    assert found[0, :3].tolist() == [largest, -largest, largest]
-    assert found[0, 3].isnan() if dtype == FP8 else found[0, 3] == 0
-    assert found[1, :2].tolist() == [2, -4] and not found[2].any()
-    own = [torch.zeros(1, 3, 1, device=device) for _ in range(2)]
-    flashattn3.append_kvcache(
-        k, k, *caches, cache_seqlens=0, k_descale=own[0], v_descale=own[1], backend=backend
-    )
-    real = caches[0][0, :, 0].float() * own[0][0]
-    assert real[0, 2:4].isnan().all() and (dtype == FP8 or own[0][0, 0].isnan())
-    assert real[1, :2].tolist() == pytest.approx([1.0, -2.0], rel=0.01) and not real[2].any()
-    assert own[0][0, 2] == 2.0**-126
+    wanted = call_cached(inputs)
+    assert all(map(torch.equal, call_cached(inputs, scheduler_metadata=metadata), wanted))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["heads", "tokens"])
-def test_a_call_appends_and_attends(kind, backend, device):
-    """Rotated, quantized and read in one call, as in two; a compiled call writes the descales."""
-    (k, v), arguments = new_tokens(16, 24, False, device)
-    q = torch.randn(3, 2, 4, 32, device=device).half()
-    results = []
-    for way in ("one", "two", "compiled"):
-        caches, descales = caches_of(FP8, kind, 16, device)
-        if kind == "tokens":
-            descales = {name: torch.ones_like(x) for name, x in descales.items()}
-        else:  # a number that a server keeps for a whole cache
-            descales = {name: x[:1, :1].clone().expand(3, 2) for name, x in descales.items()}
+def test_a_graph_is_right_for_other_lengths_and_pages(kind, device):
+    """Captured at length 1, with an append, and replayed: the bits of eager calls; twenty times."""
+    case = CacheCase("graph", (1999, 700, 31), 1, page_size=16, stored=FP8, descales=kind,
+                     num_heads_q=8, head_dim=128, head_dim_v=128)  # fmt: skip
+    given = make_cache_inputs(case, device, torch.bfloat16).arguments
+    new = torch.randn(2, 3, 1, 2, 128, device=device, dtype=torch.bfloat16)
+    names = ["k_cache", "v_cache", "k_descale", "v_descale"]
+    for name in names[:2]:
+        given[name] = given[name].float().nan_to_num().to(FP8)
+    lengths, table = given.pop("cache_seqlens"), given.pop("page_table")
+    static = torch.ones_like(lengths), table.flip(0).contiguous()
 
-        def call(q, k, v, k_cache, v_cache, k_descale, v_descale):
-            return flashattn3.flash_attn_with_kvcache(
-                q, k_cache, v_cache, k, v, **arguments, k_descale=k_descale, v_descale=v_descale,
-                causal=True, backend=backend,
-            )  # fmt: skip
+    def call(caches, lengths, table):
+        return flashattn3.flash_attn_with_kvcache(
+            **{**given, **caches}, k=new[0], v=new[1], cache_seqlens=lengths, page_table=table,
+            causal=True,
+        )  # fmt: skip
 
-        if way == "two":
-            q_out = flashattn3.append_kvcache(
-                k, v, *caches, **arguments, **descales, q=q, backend=backend
-            )
-            lengths = {name: arguments[name] for name in ("cache_seqlens", "page_table")}
-            lengths["cache_seqlens"] = lengths["cache_seqlens"] + 2
-            out = flashattn3.flash_attn_with_kvcache(
-                q_out, *caches, **lengths, **descales, causal=True, backend=backend
-            )
-        else:
-            run = call
-            if way == "compiled":
-                torch._dynamo.reset()
-                run = torch.compile(call, fullgraph=True, backend="aot_eager")
-            out = run(q, k, v, *caches, *descales.values())
-        results.append([out, *(x.view(torch.uint8) for x in caches), *descales.values()])
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
-    assert results[0][0].isfinite().all()
+    def fresh():
+        return {name: given[name].clone() for name in names}
+
+    eager = fresh()
+    wanted = call(eager, lengths - 1, table)
+    caches = fresh()
+    call(caches, *static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(caches, *static)
+    for target, x in zip(static, (lengths - 1, table), strict=True):
+        target.copy_(x)
+    for _ in range(20):
+        for name, x in fresh().items():
+            caches[name].copy_(x)
+        graph.replay()
+        assert torch.equal(out, wanted)
+        for name in names[: 4 if kind == "tokens" else 2]:
+            assert torch.equal(caches[name].view(torch.uint8), eager[name].view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kind", "sentence"),
-    [
-        (FP8, "", "reads caches of q's dtype, torch.float16, not torch.float8_e4m3fn"),
-        (torch.float16, "tokens", "takes a descale for each head of a sequence, k_descale has"),
-        (torch.float16, "pages", "takes a descale for each head of a sequence, k_descale has"),
-    ],
-)
-def test_hopper_kernels_decline(dtype, kind, sentence):
-    (k, v), arguments = new_tokens(16, 0, False, "cpu")
-    caches, descales = caches_of(dtype, kind, 16, "cpu")
-    given = {name: arguments[name] for name in ("cache_seqlens", "page_table")} | descales
-    tensors = DecodeTensors(k[:, :, :1].repeat(1, 1, 4, 1), *caches, **given)
-    problem = describe_decode(tuple(map(metadata_of, tensors)), DecodeOptions(), None)
-    assert decode_launch.unfit_reason(problem).startswith(sentence)
-    appended = AppendTensors(k, v, *caches, **given)
-    problem = describe_append(tuple(map(metadata_of, appended)), AppendOptions())
-    assert append_launch.unfit_reason(problem).startswith(
-        sentence if kind else "writes float16 and bfloat16, not torch.float8_e4m3fn"
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_caches_of_more_than_2_to_the_31_elements(page_size, device):
+    tokens, shape = page_size or 2**16, (2**31 // (2 * 128 * (page_size or 2**16)) + 2, 2, 128)
+    caches = [torch.randint(-99, 99, (shape[0], tokens, *shape[1:]), dtype=INT8, device=device)
+              for _ in range(2)]  # fmt: skip
+    last = shape[0] - 1
+    index = torch.tensor([last], dtype=torch.int32, device=device)
+    where = {"page_table": index[None]} if page_size else {"cache_batch_idx": index}
+    descales = [torch.rand(shape[0], tokens, 2, device=device) / 50 for _ in range(2)]
+    q = torch.randn(1, 1, 8, 128, device=device, dtype=torch.bfloat16)
+    length = page_size or 999
+    given = {"cache_seqlens": length, "k_descale": descales[0], "v_descale": descales[1]}
+    found = flashattn3.flash_attn_with_kvcache(q, *caches, **given, **where, backend="triton")
+    k, v = (
+        (x[last, :length].float() * by[last, :length].unsqueeze(-1))[None]
+        for x, by in zip(caches, descales, strict=True)
     )
+    wanted = flashattn3.flash_attn_func(q.float(), k, v, backend="reference")
+    torch.testing.assert_close(found.float(), wanted, atol=0.02, rtol=0.02)

@@ -59,23 +59,36 @@ def test_opcheck_decode(case, backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rotary", [False, True])
 def test_opcheck_append(rotary, backend, device):
-    def normal(*shape, dtype=torch.float16):
-        return torch.randn(shape, device=device, dtype=dtype)
+    tensors = new_tokens(device)
+    if rotary:
+        cos, sin = (torch.randn(32, 8, device=device) for _ in range(2))
+        q = torch.randn(2, 3, 4, 16, device=device).half()
+        tensors = tensors._replace(q=q, q_out=torch.zeros_like(q), rotary_cos=cos, rotary_sin=sin)
+    check_append(tensors, backend)
 
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_opcheck_of_caches_of_8_bits(backend, device):
+    case = CacheCase("8-bits", (9, 17), page_size=8, stored=torch.int8, descales="tokens")
+    test_opcheck_decode(case, backend, device)
+    tensors = new_tokens(device)
+    caches = [x.to(torch.int8) for x in tensors[2:4]]
+    descales = [torch.zeros(6, 4, 2, device=device) for _ in caches]
+    named = {"k_cache": caches[0], "v_cache": caches[1]}
+    named |= {"k_descale_out": descales[0], "v_descale_out": descales[1]}
+    check_append(tensors._replace(**named), backend)
+
+
+def new_tokens(device) -> AppendTensors:
+    """Three of each of two sequences, for pages of four."""
+    k, v = torch.randn(2, 2, 3, 2, 16, device=device).half()
+    k_cache, v_cache = (torch.randn(6, 4, 2, 16, device=device).half() for _ in "kv")
     seqlens = torch.tensor([0, 5], dtype=torch.int32, device=device)
     table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
-    tensors = AppendTensors(
-        normal(2, 3, 2, 16),
-        normal(2, 3, 2, 16),
-        normal(6, 4, 2, 16),
-        normal(6, 4, 2, 16),
-        cache_seqlens=seqlens,
-        page_table=table,
-    )
-    if rotary:
-        cos, sin = (normal(32, 8, dtype=torch.float32) for _ in range(2))
-        q = normal(2, 3, 4, 16)
-        tensors = tensors._replace(q=q, q_out=torch.zeros_like(q), rotary_cos=cos, rotary_sin=sin)
+    return AppendTensors(k, v, k_cache, v_cache, cache_seqlens=seqlens, page_table=table)
+
+
+def check_append(tensors: AppendTensors, backend: str) -> None:
     arguments = (*tensors, *Lengths(None, 3), *AppendOptions(backend=backend))
     torch.library.opcheck(torch.ops.flashattn3.append.default, arguments)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..call.arguments import integer
 from ..call.cached import DECODE
 from ..call.cached_checks import DTYPES, MAX_CAPACITY, check_options, check_tensors
+from ..call.dtypes import FP8
 from ..call.scheduler_metadata import hash_of_options, make_metadata
 from ..errors import expect, shown, value_error
 
@@ -35,8 +36,9 @@ def scheduler_metadata(
             wanted = cache_seqlens.device
             expect(x.device == wanted, function, f"{name}.device", wanted, x.device)
     check_options(options)
-    if qkv_dtype not in DTYPES:
-        raise value_error(function, "qkv_dtype", f"one of {DTYPES}", shown(qkv_dtype))
+    legal = *DTYPES, FP8
+    if qkv_dtype not in legal:
+        raise value_error(function, "qkv_dtype", f"one of {legal}", shown(qkv_dtype))
     lengths = {name: _counted(function, name, x, 0) for name, x in lengths.items()}
     sizes = {name: _counted(function, name, x, 1) for name, x in sizes.items()}
     heads_kv = sizes["num_heads_kv"]
