@@ -177,7 +177,7 @@ def test_a_tensor_that_changes_is_read_again():
 
 
 # The signatures of another package, to which a new option of ours adds nothing.
-FOREIGN = {"flash_attn_2.py", "flash_attn_3.py", "paged.py", "vllm.py"}
+FOREIGN = {"flash_attn_2.py", "flash_attn_3.py", "paged.py", "transformers_paged.py", "vllm.py"}
 PRODUCT = [
     path
     for path in sorted((ROOT / "flashattn3").rglob("*.py"))

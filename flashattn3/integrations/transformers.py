@@ -36,6 +36,7 @@ from .masks import mask
 from .packed_positions import edges_of_positions, edges_of_traced_positions
 from .refused_models import _awaited, attention_was_called, attention_was_compiled, refuse_models
 from .segments import INSTEAD, Segments, is_plain
+from .transformers_paged import no_mask, paged_attention
 
 OLDEST, NEWEST = "4.57", "5.24"  # releases of transformers that the tests cover
 TAKEN = ("eager", "sdpa", "flex_attention")
@@ -63,6 +64,8 @@ def register(name: str = "fa3") -> str:
         raise value_error(function, "name", wanted, repr(name))
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(f"paged|{name}", paged_attention)  # continuous batching
+    AttentionMaskInterface.register(f"paged|{name}", no_mask)
     refuse_models(name)
     return name
 
@@ -339,8 +342,8 @@ def flash_attn_bhsd_func(
 _REFUSED = {
     "head_mask": "use attn_implementation='eager'",
     "output_attentions": "use attn_implementation='eager' to read the probabilities",
-    "cache": "it is the paged cache of continuous batching: use attn_implementation='sdpa', or the "
-    "Hub layout of this package",
+    "cache": "it is the paged cache of continuous batching, which transformers 5.0 to 5.22 pass to "
+    "'paged|fa3': use attn_implementation='sdpa', or the Hub layout of this package",
 }
 
 
