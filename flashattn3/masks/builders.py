@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import integer
-from ..errors import expect, shown
+from ..errors import expect, shown, value_error
 from . import block_kinds, trees, triton_lists
 from .arguments import (
     check_bounds,
@@ -58,7 +58,9 @@ def documents(
         checked; both or none of lengths and ids.
     """
     function = "masks.documents"
-    expect((lengths is None) != (ids is None), function, "lengths", *_one_of_two(lengths))
+    if (lengths is None) == (ids is None):
+        wanted = "None beside ids, and given without"
+        raise value_error(function, "lengths", wanted, shown(lengths))
     if ids is not None:
         expect(seqlen is None, function, "seqlen", "None beside ids", shown(seqlen))
         ids = checked_tensor(function, "ids", ids, "(batch, seqlen)", 2)
@@ -108,10 +110,6 @@ def _on_device(numbers: list[int], device: torch.device | str | None) -> Tensor:
     if device is None:
         return torch.tensor(numbers, dtype=torch.int64)
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
-
-
-def _one_of_two(lengths: object) -> tuple[str, str]:
-    return "None beside ids, and given without", shown(lengths)
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,69 +82,76 @@ def of_spans(
         overlap. most_partial: of either side, a bound on the number of partial blocks.
     """
     starts, ends = starts.int().contiguous(), ends.int().contiguous()
-    n, index = starts.shape[-1], starts.device.index
-    kinds, work = _kinds_and_work(grid, starts.device, torch.empty)
-    num_masks = grid.batch * grid.heads
-    sizes = num_masks, grid.rows, grid.columns
+    sides, n, device = _Sides.of(grid), starts.shape[-1], starts.device
+    kinds, work = sides.kinds_and_work(device, torch.empty)
     with on_device(starts):
-        launch = _launch("kinds_kernel", "spans", index)
-        launch(_most_lists(grid), (starts, ends, *kinds, *work), (), (*sizes, n))
-        return _listed(grid, kinds, work, (starts, ends, None, None), n, most_partial)
+        launch = _launch("kinds_kernel", "spans", device.index)
+        launch(sides.lists, (starts, ends, *kinds, *work), (), (*sides.sizes, n))
+        return _listed(sides, kinds, work, (starts, ends, None, None), n, most_partial)
 
 
 def of_bools(
     grid: Grid, visible: Tensor, most_partial: tuple[int | None, int | None]
 ) -> tuple[BlockLists, BlockLists]:
     """The same of a bool tensor (batch, heads, queries, keys) with any strides, read once."""
-    device, num_masks = visible.device, grid.batch * grid.heads
-    kinds, work = _kinds_and_work(grid, device, torch.zeros)
+    device, sides = visible.device, _Sides.of(grid)
+    kinds, work = sides.kinds_and_work(device, torch.zeros)
     words = [
-        torch.empty((of.num_blocks, BLOCK_ROWS), dtype=torch.int64, device=device)
-        for of in (grid, grid.transposed)
+        torch.empty((prod(shape), BLOCK_ROWS), dtype=torch.int64, device=device)
+        for shape in sides.shapes
     ]
-    tiles = [-(-size // BLOCK_ROWS) for size in (grid.columns, grid.rows)]
-    numbers = grid.heads, grid.rows, grid.columns, *visible.stride()
+    num_masks, queries, keys = sides.sizes
+    tiles = -(-keys // BLOCK_ROWS), -(-queries // BLOCK_ROWS), num_masks
     with on_device(visible):
         launch = _launch("bits_kernel", "bools", device.index)
-        tensors = visible.view(torch.uint8), *(x.view(torch.int32) for x in words), *kinds, *work
-        launch((*tiles, num_masks), tensors, (), numbers)
-        return _listed(grid, kinds, work, (None, None, *words), 0, most_partial)
+        of_words = (x.view(torch.int32) for x in words)
+        tensors = visible.view(torch.uint8), *of_words, *kinds, *work
+        launch(tiles, tensors, (), (grid.heads, queries, keys, *visible.stride()))
+        return _listed(sides, kinds, work, (None, None, *words), 0, most_partial)
 
 
-def _kinds_and_work(grid: Grid, device: torch.device, empty) -> tuple[list[Tensor], list[Tensor]]:
-    """Of either side: room for the kinds, int8, and for ``BlockLists.work``."""
-    shapes = grid.shape, grid.transposed.shape
-    kinds = [torch.empty(shape, dtype=torch.int8, device=device) for shape in shapes]
-    work = [empty((*shape[:3], 4), dtype=torch.int32, device=device) for shape in shapes]
-    return kinds, work
+class _Sides(NamedTuple):
+    """shapes: of the blocks of queries and of the blocks of keys. sizes: masks, queries, keys.
+    lists: the grid of a kernel of all lists."""
 
+    shapes: tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
+    sizes: tuple[int, int, int]
+    lists: tuple[int, int, int]
 
-def _most_lists(grid: Grid) -> tuple[int, int, int]:
-    row_blocks = max(grid.shape[2], grid.transposed.shape[2])
-    return grid.batch * grid.heads * row_blocks, 2, 1
+    @staticmethod
+    def of(grid: Grid) -> _Sides:
+        of_queries, of_keys = grid.shape, grid.transposed.shape
+        num_masks = grid.batch * grid.heads
+        lists = num_masks * max(of_queries[2], of_keys[2]), 2, 1
+        return _Sides((of_queries, of_keys), (num_masks, grid.rows, grid.columns), lists)
+
+    def kinds_and_work(self, device: torch.device, empty) -> tuple[list[Tensor], list[Tensor]]:
+        """Of either side: room for the kinds, int8, and for ``BlockLists.work``."""
+        kinds = [torch.empty(x, dtype=torch.int8, device=device) for x in self.shapes]
+        work = [empty((*x[:3], 4), dtype=torch.int32, device=device) for x in self.shapes]
+        return kinds, work
 
 
 def _listed(
-    grid: Grid,
+    sides: _Sides,
     kinds: list[Tensor],
     work: list[Tensor],
     source: tuple[Tensor | None, ...],
     n: int,
     most_partial: tuple[int | None, int | None],
 ) -> tuple[BlockLists, BlockLists]:
-    device, sides = kinds[0].device, (grid, grid.transposed)
-    sizes = grid.batch * grid.heads, grid.rows, grid.columns
-    entries = [torch.empty(of.shape, dtype=torch.int32, device=device) for of in sides]
+    device, sizes = kinds[0].device, sides.sizes
+    entries = [torch.empty(x, dtype=torch.int32, device=device) for x in sides.shapes]
+    blocks = [prod(x) for x in sides.shapes]
     capacities = [
-        of.num_blocks if most is None else min(most, of.num_blocks)
-        for of, most in zip(sides, most_partial, strict=True)
+        of if most is None else min(most, of) for of, most in zip(blocks, most_partial, strict=True)
     ]
     tiles = [
         torch.empty((most, BLOCK_ROWS), dtype=torch.int64, device=device) for most in capacities
     ]
     launch = _launch("lists_kernel", "kinds", device.index)
-    launch(_most_lists(grid), (*kinds, *work, *entries), (), sizes)
+    launch(sides.lists, (*kinds, *work, *entries), (), sizes)
     launch = _launch("tiles_kernel", "bools" if source[0] is None else "spans", device.index)
     tensors = *source, *work, *entries, *tiles
     launch((max(capacities), 2, 1), tensors, (), (*sizes, n, *capacities))
-    return tuple(BlockLists(*of) for of in zip(entries, work, tiles, strict=True))
+    return BlockLists(entries[0], work[0], tiles[0]), BlockLists(entries[1], work[1], tiles[1])
