@@ -22,18 +22,10 @@ import flashattn3
 from flashattn3 import (
     explain,
     explain_with_kvcache,
-    flash_attn_forward,
-    flash_attn_fp8_func,
     flash_attn_func,
-    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    use_backend,
-    use_batch_invariant_mode,
 )
-from flashattn3.call import batch_invariance
-from flashattn3.call.fields import Options
-from flashattn3.run.bhsd import attend_bhsd
 
 SPAN = 128
 FEW = 140, 31  # tokens of whole sequences
@@ -48,12 +40,14 @@ by_backend = pytest.mark.parametrize(
 
 
 class Case(NamedTuple):
-    """heads: of queries and of keys. dims: of keys and of values. options: of a call."""
+    """heads: of queries and of keys. dims: of keys and of values. options: of a call. stored: the
+    dtype of the cache, if it is not q's."""
 
     heads: tuple[int, int] = (2, 1)
     dims: tuple[int, int] = (32, 32)
     options: dict | None = None
     sinks: bool = False
+    stored: torch.dtype | None = None
 
 
 CASES = {
@@ -61,6 +55,7 @@ CASES = {
     "group-5": Case(heads=(10, 2)),
     "window": Case(options={"window_size": (150, 0)}),
     "softcap-sinks": Case(options={"softcap": 3.0}, sinks=True),
+    "e4m3": Case(stored=torch.float8_e4m3fn),
     "dims": Case(dims=(40, 24), options={"softmax_scale": -0.3}),
 }
 
@@ -93,7 +88,11 @@ def sequences_of(name: str, lengths: tuple, device, backend: str, dtype, span=SP
     for length in lengths:
         q, k = normal(length, heads, dim), normal(length, heads_kv, dim)
         v = normal(length, heads_kv, dim_v)
-        out, lse = flash_attn_func(q[None], k[None], v[None], **options)
+        whole = flash_attn_func
+        if case.stored and dtype.itemsize == 2:  # under wider q no cache has 8 bits
+            k, v = k.to(case.stored), v.to(case.stored)
+            whole = flash_attn_with_kvcache
+        out, lse = whole(q[None], k[None], v[None], **options)
         for kept, x in zip(found, (q, k, v, out[0], lse[0].T), strict=False):
             kept.append(x)
     return found
@@ -349,58 +348,3 @@ def test_8_bits_are_refused_by_name():
     q = half(1, 4, 2, 32).to(torch.float8_e4m3fn)
     with pytest.raises(flashattn3.UnsupportedError, match="split_tokens: a block of tokens"):
         flash_attn_func(q, q, q, split_tokens=128)
-
-
-def test_the_mode_is_split_tokens_of_all_calls(device):
-    q = torch.randn(1, 200, 2, 32, generator=torch.Generator().manual_seed(0)).to(device)
-    plain, options = flash_attn_func(q, q, q), {"backend": "reference"}
-    spans, other = (flash_attn_func(q, q, q, split_tokens=n, **options) for n in (1024, 128))
-    assert not same_bits(spans, other)
-    bhsd, forward_bhsd = (q.transpose(1, 2),) * 3, torch.ops.flashattn3.forward_bhsd.default
-    with use_backend("reference"), use_batch_invariant_mode():
-        for found in (
-            flash_attn_func(q, q, q),
-            flash_attn_with_kvcache(q, q, q),
-            flash_attn_qkvpacked_func(torch.stack((q, q, q), 2)),
-            flash_attn_forward(q, q, q)[0],
-            attend_bhsd(Options(backend="reference", split_tokens=1024), *bhsd),
-            forward_bhsd(*bhsd, None, None, None, False, -1, -1, 0.0)[0],
-        ):
-            assert same_bits(found, spans)
-        assert same_bits(flash_attn_func(q, q, q, split_tokens=128), other)
-        with use_batch_invariant_mode(split_tokens=128):
-            assert same_bits(flash_attn_func(q, q, q), other)
-        with use_batch_invariant_mode(enabled=False):
-            assert same_bits(flash_attn_func(q, q, q), plain)
-        for call in (flash_attn_func, flash_attn_with_kvcache):
-            with pytest.raises(ValueError, match="must be 0 with split_tokens and in batch"):
-                call(q, q, q, num_splits=1)
-        with pytest.raises(flashattn3.UnsupportedError, match="split_tokens: a block of tokens"):
-            flash_attn_fp8_func(q.half(), q.half(), q.half())
-    assert same_bits(flash_attn_func(q, q, q), plain)
-
-
-def test_the_mode_counts_when_a_compiled_function_runs():
-    q = torch.randn(1, 200, 2, 32)
-    wanted = [flash_attn_func(q, q, q, split_tokens=n, backend="reference") for n in (None, 1024)]
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def both(q):
-        cached = flash_attn_with_kvcache(q, q, q, backend="reference")
-        return flash_attn_func(q, q, q, backend="reference"), cached
-
-    for found, of in zip(both(q), wanted[:1] * 2, strict=True):
-        torch.testing.assert_close(found, of)
-    with use_batch_invariant_mode():
-        assert all(same_bits(found, wanted[1]) for found in both(q))
-
-
-@pytest.mark.parametrize(
-    ("value", "span"), [("", None), ("0", None), ("1", 1024), ("256", 256), ("on", ...), ("7", ...)]
-)
-def test_the_environment_sets_the_mode(value, span):
-    if span is ...:
-        with pytest.raises(ValueError, match="BATCH_INVARIANT must be 0, 1 or a multiple of 128"):
-            batch_invariance._of_environment(value)
-    else:
-        assert batch_invariance._of_environment(value) == span

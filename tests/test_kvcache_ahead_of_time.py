@@ -43,7 +43,7 @@ SPILL_BOUND_BYTES = {
     "dim-256-chunk": 90,
     "e4m3-chunk": 232,
     "page-256-every-option": 8,
-    "spans": 32,
+    "spans": 72,
     "dim-256-spans": 312,
 }
 
