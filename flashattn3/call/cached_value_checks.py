@@ -107,8 +107,8 @@ def _check_pages(
 ) -> None:
     num_pages, page_size = cache.shape[:2]
     # A sequence of which no token is used needs no page.
-    pairs = zip(begins, totals, strict=True)
-    ends = [-(-total // page_size) * (begin < total) for begin, total in pairs]
+    edges = zip(begins, totals, strict=True)
+    ends = [-(-total // page_size) * (begin < total) for begin, total in edges]
     ends = torch.tensor(ends, device=table.device)
     begins = torch.tensor([begin // page_size for begin in begins], device=table.device)
     column = torch.arange(table.shape[1], device=table.device)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ...call.cache_descales import OF_KEYS, PAGES, kind_of
 from ...call.cached import new_out
-from ...call.dtypes import EIGHT_BIT, FP8
-from ...call.eight_bits import rounded, with_descale
+from ...call.dtypes import FP8
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
-from .rotary import rotated
+from .cache_layout import cached_tokens, capacity_of, movable, wide_dtype
+from .cached_append import append
 from .spans import attend_spans, tokens_at_once
 from .visibility import hidden_by_tree, hidden_keys
 
@@ -36,7 +36,7 @@ class ReferenceCachedCall(NamedTuple):
     keep = None
 
     def describe(self) -> dict[str, object]:
-        return {"computes in": _wide(self.problem.dtype)}
+        return {"computes in": wide_dtype(self.problem.dtype)}
 
     def describe_sizes(
         self, batch: int, total_q: int, seqlen_q: int, capacity: int
@@ -59,10 +59,10 @@ class ReferenceCachedCall(NamedTuple):
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         written = *tensors[2:4], tensors.q_out, *tensors[-2:]
         with torch.autocast(tensors.k.device.type, enabled=False), _writing_to(*written):
-            _append(self.problem, tensors, lengths)
+            append(self.problem, tensors, lengths)
 
     def combine(self, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
-        wide = out_partial.to(_wide(out_partial.dtype))
+        wide = out_partial.to(wide_dtype(out_partial.dtype))
         total = torch.logsumexp(lse_partial, 0)
         weights = torch.exp(lse_partial - _finite(total)).unsqueeze(-1)
         # A part without keys has weight 0, whatever its rows hold.
@@ -79,31 +79,9 @@ def _writing_to(*tensors: Tensor | None) -> AbstractContextManager:
     return torch.inference_mode() if of_inference else nullcontext()
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _movable(x: Tensor) -> Tensor:
-    """Torch moves bytes, not e4m3, by index."""
-    return x.view(torch.uint8) if x.dtype == FP8 else x
-
-
 def _finite(x: Tensor) -> Tensor:
     """0 for -inf: what exponents of a row without keys are relative to."""
     return torch.where(x == -math.inf, 0.0, x)
-
-
-def _capacity(cache: Tensor, page_table: Tensor | None) -> int:
-    return cache.shape[1] if page_table is None else page_table.shape[1] * cache.shape[1]
-
-
-def _cached(tensors, lengths: Lengths, batch: int, capacity: int) -> Tensor:
-    """Cached tokens of each sequence, cut to what the cache holds."""
-    seqlen = capacity if lengths.seqlen is None else lengths.seqlen
-    given = tensors.cache_seqlens
-    if given is None:
-        given = torch.full((batch,), min(seqlen, 2**31 - 1), device=tensors.k_cache.device)
-    return given.long().clamp(0, capacity)
 
 
 def _new(tensors, lengths: Lengths, cached: Tensor) -> Tensor:
@@ -138,7 +116,7 @@ def _gather(
     tensors: DecodeTensors, row: Tensor, row_exists: Tensor, lowest: Tensor, length: Tensor
 ) -> _Keys:
     table, caches = tensors.page_table, (tensors.k_cache, tensors.v_cache)
-    bound = _capacity(caches[0], table)
+    bound = capacity_of(caches[0], table)
     if length.device.type == "cpu":
         bound = int(length)
     position = torch.arange(bound, device=length.device)
@@ -153,11 +131,11 @@ def _gather(
         page, token = torch.where(exists, page, 0), position % page_size
     rows = []
     for cache, descale in zip(caches, (tensors.k_descale, tensors.v_descale), strict=True):
-        kind, wide = kind_of(descale, cache), _wide(cache.dtype)
+        kind, wide = kind_of(descale, cache), wide_dtype(cache.dtype)
         if 0 in cache.shape[:2]:  # no page exists
             rows.append(cache.new_zeros((bound, *cache.shape[2:]), dtype=wide))
             continue
-        found = _movable(cache)[page, token].view(cache.dtype).to(wide)
+        found = movable(cache)[page, token].view(cache.dtype).to(wide)
         if kind in OF_KEYS:
             found = found * descale[page, 0 if kind == PAGES else token].to(wide).unsqueeze(-1)
         rows.append(torch.where(exists[:, None, None], found, 0.0))
@@ -173,13 +151,13 @@ def _decode(
     options_hash: int,
 ) -> None:
     q, edges = tensors.q, tensors.cu_seqlens_q
-    device, capacity = q.device, _capacity(tensors.k_cache, tensors.page_table)
+    device, capacity = q.device, capacity_of(tensors.k_cache, tensors.page_table)
     batch = q.shape[0] if edges is None else edges.shape[0] - 1
     total_q = q.shape[-3] * (1 if edges is not None else batch)
     longest = lengths.max_seqlen_q
     seqlen_q = q.shape[-3] if longest is None else min(longest, q.shape[-3])
     begins, seqlens_q = _spans(edges, batch, seqlen_q, total_q, device)
-    cached = _cached(tensors, lengths, batch, capacity)
+    cached = cached_tokens(tensors, lengths, batch, capacity)
     totals = (cached + _new(tensors, lengths, cached)).clamp(max=capacity)
     fits = _metadata_fits(tensors, lengths, options_hash, batch, seqlen_q, device)
     num_caches = (tensors.k_cache if tensors.page_table is None else tensors.page_table).shape[0]
@@ -187,7 +165,7 @@ def _decode(
     shape = (total_q + 1, problem.num_heads_q)
     flat = q.new_zeros((*shape, problem.head_dim_v), dtype=out.dtype)
     flat_lse = lse.new_full(shape, -math.inf)
-    rows = q.reshape(-1, *q.shape[-2:]).to(_wide(q.dtype) if q.dtype == FP8 else q.dtype)
+    rows = q.reshape(-1, *q.shape[-2:]).to(wide_dtype(q.dtype) if q.dtype == FP8 else q.dtype)
     tree = tensors.tree_mask
     if tree is not None:
         tree = tree.reshape(-1, tree.shape[-1])
@@ -232,7 +210,7 @@ def _metadata_fits(
         return torch.ones(batch, dtype=torch.bool, device=device)
     seqlen = tensors.cache_seqlens
     if seqlen is None:
-        capacity = _capacity(tensors.k_cache, tensors.page_table)
+        capacity = capacity_of(tensors.k_cache, tensors.page_table)
         seqlen = capacity if lengths.seqlen is None else lengths.seqlen
     wanted = make_metadata(
         batch,
@@ -267,7 +245,7 @@ def _rows(
     length: keys of the sequence. positions: of the queries, in keys. tree: their words.
     diagonal: the key of the first new token.
     """
-    wide, heads_kv = _wide(q.dtype), problem.num_heads_kv
+    wide, heads_kv = wide_dtype(q.dtype), problem.num_heads_kv
     q = q.to(wide).unflatten(1, (heads_kv, -1)).permute(1, 2, 0, 3)  # heads_kv, group, tokens, d
     k, v = keys.k.transpose(0, 1), keys.v.transpose(0, 1)
     scale = problem.score_scale
@@ -307,97 +285,3 @@ def _rows(
     poison = torch.where(fits, 0.0, math.nan).to(wide)
     out, lse = out.flatten(1, 2) + poison, lse.permute(2, 0, 1).flatten(1, 2) + poison
     return out, lse
-
-
-def _append(problem, tensors: AppendTensors, lengths: Lengths) -> None:
-    k, edges = tensors.k, tensors.cu_seqlens_k_new
-    batch = k.shape[0] if edges is None else edges.shape[0] - 1
-    capacity = _capacity(tensors.k_cache, tensors.page_table)
-    if batch == 0:  # rows of no sequence are not rotated
-        if tensors.q is not None:
-            tensors.q_out.copy_(tensors.q)
-        return
-    cached = _cached(tensors, lengths, batch, capacity)
-    if tensors.q is not None:
-        sequence, token, exists = _tokens_of(tensors.q, tensors.cu_seqlens_q, batch)
-        offset = 0 if problem.one_q_position else token
-        turned = _rotate(problem, tensors, tensors.q, sequence, offset, cached)
-        kept = tensors.q.reshape(turned.shape)
-        turned = torch.where(exists[:, None, None], turned, kept)
-        tensors.q_out.copy_(turned.view(tensors.q.shape))
-    sequence, token, exists = _tokens_of(k, edges, batch)
-    if 0 in (sequence.numel(), *tensors.k_cache.shape[:2]):
-        return
-    place, exists = _places(tensors, sequence, cached[sequence] + token, exists, capacity)
-    k = _rotate(problem, tensors, k, sequence, token, cached)
-    v = tensors.v.reshape(-1, *tensors.v.shape[-2:]).to(_wide(k.dtype))
-    for x, name in ((k.to(v.dtype), "k"), (v, "v")):
-        fields = f"{name}_cache", f"{name}_descale", f"{name}_descale_out"
-        cache, given, written = (getattr(tensors, field) for field in fields)
-        if given is not None:
-            at = sequence if given.ndim == 2 else place[0]
-            x = x / (given[at] if given.ndim == 2 else given[at, 0]).to(x.dtype).unsqueeze(-1)
-        if written is not None:
-            x, descale = with_descale(x, cache.dtype)
-            _write(written, descale, place, exists)
-        stored = rounded(x, cache.dtype) if cache.dtype in EIGHT_BIT else x.to(cache.dtype)
-        _write(_movable(cache), _movable(stored), place, exists)
-
-
-def _tokens_of(x: Tensor, edges: Tensor | None, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of x: its sequence, its index there, and whether a sequence has it."""
-    total = math.prod(x.shape[:-2])
-    row = torch.arange(total, device=x.device)
-    if edges is None:
-        seqlen = max(1, x.shape[1])
-        return row // seqlen, row % seqlen, torch.ones_like(row, dtype=torch.bool)
-    edges = edges.long()
-    sequence = torch.searchsorted(edges, row, right=True) - 1
-    exists = (sequence >= 0) & (sequence < batch)
-    sequence = sequence.clamp(0, max(0, batch - 1))
-    return sequence, row - edges[sequence], exists
-
-
-def _rotate(problem, tensors: AppendTensors, x: Tensor, sequence, offset, cached: Tensor) -> Tensor:
-    """x as (rows, heads, dim), rotated to its positions where there are tables."""
-    x = x.reshape(-1, *x.shape[-2:])
-    if tensors.rotary_cos is None or x.shape[0] == 0:
-        return x
-    given = tensors.rotary_seqlens
-    position = (cached if given is None else given.long())[sequence] + offset
-    return rotated(x, tensors.rotary_cos, tensors.rotary_sin, position, problem.rotary_interleaved)
-
-
-def _places(
-    tensors: AppendTensors, sequence: Tensor, position: Tensor, exists: Tensor, capacity: int
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Where each token goes, (page or cache, token), and whether such a place exists."""
-    table = tensors.page_table
-    num_rows = (tensors.k_cache if table is None else table).shape[0]
-    row = sequence
-    if tensors.cache_batch_idx is not None:
-        row = tensors.cache_batch_idx[sequence].long()
-    exists = exists & (position < capacity) & (row >= 0) & (row < num_rows)
-    row, position = torch.where(exists, row, 0), torch.where(exists, position, 0)
-    if table is None:
-        return (row, position), exists
-    num_pages, page_size = tensors.k_cache.shape[:2]
-    if capacity == 0:
-        return (row, position), exists
-    page = table[row, position // page_size].long()
-    exists = exists & (page >= 0) & (page < num_pages)
-    return (torch.where(exists, page, 0), position % page_size), exists
-
-
-def _write(cache: Tensor, values: Tensor, place: tuple[Tensor, Tensor], exists: Tensor) -> None:
-    """cache[place] = values where exists, without reading exists on the host.
-
-    Rows that do not exist write what the first existing row writes, to the same place; if there is
-    none, all write back what the cache's first place holds.
-    """
-    first = exists.long().argmax()
-    some = exists.any()
-    page, token = (torch.where(exists, x, torch.where(some, x[first], 0)) for x in place)
-    exists = exists.view(-1, *(1,) * (values.ndim - 1))
-    spare = torch.where(some, values[first], cache[0, 0])
-    cache.index_put_((page, token), torch.where(exists, values, spare))

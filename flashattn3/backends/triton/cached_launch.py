@@ -17,7 +17,7 @@ from ...call.cached import new_out, query_sizes
 from ...call.dtypes import EIGHT_BIT, FP8
 from .cache_tiles import EVERY_SPAN, CacheTile
 from .columns import blocks_alike, padded
-from .kernels import append, cache_parts, combine, decode
+from .kernels import append, append_rows, cache_parts, combine, decode
 from .kernels.launch import is_elementwise
 from .kernels.variable_launch import VariableLaunch
 from .launch_parts import capping
@@ -290,10 +290,10 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
 
 # Of an append: constexpr arguments of its kernel by the kind of a descale.
 _DESCALE_OF = {
-    None: append.PER_SEQUENCE.value,
-    HEADS: append.PER_SEQUENCE.value,
-    PAGES: append.PAGES.value,
-    TOKENS: append.TOKENS.value,
+    None: append_rows.PER_SEQUENCE.value,
+    HEADS: append_rows.PER_SEQUENCE.value,
+    PAGES: append_rows.PAGES.value,
+    TOKENS: append_rows.TOKENS.value,
 }
 
 
