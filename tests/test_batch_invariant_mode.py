@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from flashattn3 import (
 )
 from flashattn3.call import batch_invariance
 from flashattn3.call.fields import Options
+from flashattn3.integrations import torch as of_torch
 from flashattn3.run.bhsd import attend_bhsd
 
 
@@ -79,3 +82,17 @@ def test_the_environment_sets_the_mode(value, span):
             batch_invariance._of_environment(value)
     else:
         assert batch_invariance._of_environment(value) == span
+
+
+def test_torch_attention_never_falls_back_to_its_own_kernels():
+    """Dropout, which flashattn3 leaves to torch, in integrations.torch."""
+    former = torch.ones(1)
+    override = of_torch._Override("x", lambda q: NotImplemented, SimpleNamespace(
+        call_boxed=lambda *arguments: former
+    ))  # fmt: skip
+    assert override(None, former) is former
+    with (
+        use_batch_invariant_mode(),
+        pytest.raises(flashattn3.UnsupportedError, match="aten::x: batch-invariant mode"),
+    ):
+        override(None, former)

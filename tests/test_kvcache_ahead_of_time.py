@@ -30,6 +30,7 @@ SHAPES = {
     "dim-256-chunk": (256, 0, 300, ""),
     "spans": (128, 16, 300, "ragged spans"),
     "dim-256-spans": (256, 16, 1, "every spans"),
+    "tree": (128, 16, 64, "tree"),
     "e4m3": (128, 16, 1, "e4m3 tokens"),
     "int8-dense": (128, 0, 1, "int8 heads"),
     "e4m3-chunk": (128, 16, 300, "e4m3 tokens"),
@@ -44,6 +45,7 @@ SPILL_BOUND_BYTES = {
     "e4m3-chunk": 232,
     "page-256-every-option": 8,
     "spans": 72,
+    "tree": 120,
     "dim-256-spans": 312,
 }
 
@@ -89,6 +91,8 @@ def problems_of(shape: str) -> tuple:
         options = options._replace(split_tokens=1024)
     if "ragged" in kind:
         tensors = tensors._replace(q=q.flatten(0, 1), cu_seqlens_q=edges)
+    if "tree" in kind:
+        tensors = tensors._replace(tree_mask=of(b, rows, 2, dtype=ints))
     if "every" in kind:
         factors = of(b, heads_kv, dtype=torch.float32)
         options = options._replace(window_left=500, softcap=30.0)
