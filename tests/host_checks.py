@@ -28,9 +28,17 @@ from host_cached_checks import events_of, expect_same_events, use_cached_calls
 from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
-from flashattn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, use_backend
+from flashattn3 import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    masks,
+    use_backend,
+)
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend, HopperLaunch
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import Tensors
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention, flash_attn_bhsd_func
 from flashattn3.run import bhsd, doors, launches, operators
@@ -501,6 +509,52 @@ def check_a_bias(host):
         stored = [batch, 4] if shared else list(shape)
         extents = [keys, 80, *stored[::-1]]
         assert sum(found == extents for _, *found in descriptors) >= 1
+
+
+def check_a_mask(host):
+    """Kernels read the mask's own tensors: the forward the lists of queries, the backward those of
+    keys, in a deterministic call with turns. An earlier call of these sizes had no mask."""
+
+    def expect_lists(events, lists, *numbers):
+        """Returns the word behind the lists in the main kernel's arguments."""
+        (words,) = (words for name, *words in events if name == "arguments")
+        at = words.index(lists.entries.data_ptr())
+        tensors = lists.entries, lists.work, lists.tiles
+        assert words[at : at + 3] == [x.data_ptr() for x in tensors]
+        halves = [word >> shift & 2**32 - 1 for word in words[at + 3 : at + 6] for shift in (0, 32)]
+        assert halves[:5] == [*numbers, len(lists.tiles)]
+        return words[at + 6]
+
+    for d, of_batch, of_heads in ((64, 1, 1), (128, 2, 4), (128, 1, 4), (40, 2, 1)):
+        tensors = inputs(200, 300, heads=(4, 2), d=d)
+        mask = masks.from_bool(torch.rand(of_batch, of_heads, 200, 300) < 0.5)
+        steps = of_heads if of_batch > 1 else 0, int(of_heads > 1)  # from list to list
+        for deterministic in (False, True):
+            attend = partial(flash_attn_func, *tensors, deterministic=deterministic)
+            attend()
+            results = []
+            events = events_of(
+                host, lambda x=(attend, mask), to=results: to.append(x[0](mask=x[1]))
+            )
+            expect_lists(events, mask.of_queries, *steps, 2, 5)
+            grad = partial(torch.autograd.grad, results[0], tensors, torch.ones_like(results[0]))
+            events = events_of(host, lambda grad=grad, to=results: to.extend(grad()))
+            assert [x.shape for x in results[1:]] == [x.shape for x in tensors]
+            turns = expect_lists(events, mask.of_keys, *steps, 3, 4)
+            assert (turns != 0) == deterministic
+    of = Tensors(*(x.detach() for x in tensors), *(None,) * 7, *mask.tensors)
+    launch = operators.launch_of(of, Options())
+    for name, value, message in (
+        ("mask_work_q", of.mask_work_q[:, :, :1], r"shape must be \(2, 1, 2, 4\), got"),
+        ("mask_tiles_q", of.mask_tiles_q.int(), "must be int64, got another dtype"),
+        (
+            "mask_entries_q",
+            torch.zeros(21).int()[1:].view(2, 1, 2, 5),
+            "must be at a multiple of 16",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=rf"forward: {name[:-2]}\.?.*{message}"):
+            launch.forward(of._replace(**{name: value}))
 
 
 def check_refusals(host):

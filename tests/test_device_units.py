@@ -143,7 +143,7 @@ EMULATIONS = {
     "appends": ("append", ("1000",), 1000, 1000, has_vectors_of_k),
     "cached forward, lost pages": ("forward", ("--only", "lost"), 2, 99, None),
     "random cached forward": ("forward", ("--random", "12"), 2, 12, None),
-    "forward, masks as lists": ("forward", ("--only", "lists"), 11, 11, None),
+    "forward, masks as lists": ("forward", ("--only", "lists"), 12, 12, None),
     "backward, masks as lists": ("backward", ("--only", "lists", "--steps", "150"), 9, 9, None),
     # Short problems of every kernel config, and longer ones of 192 columns.
     "backward": ("backward", ("--steps", "16"), 6, 999, None),

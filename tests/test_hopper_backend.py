@@ -25,7 +25,7 @@ from helpers import (
     needs_hopper,
 )
 
-from flashattn3 import UnsupportedError, explain, flash_attn_func
+from flashattn3 import UnsupportedError, explain, flash_attn_func, masks
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kernel_configs import (
@@ -50,11 +50,6 @@ from flashattn3.call.problem import describe
 from flashattn3.run.planner import choose
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
-
-
-def without_lists(configs) -> list:
-    """Those that a plan can choose: no call of this backend has a mask as lists yet."""
-    return [config for config in configs if not config.listed]
 
 
 class Recorder:
@@ -95,6 +90,14 @@ def qkv(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=10
     return Tensors(q, k, v)
 
 
+def with_mask(tensors, batch=1, heads=1):
+    sizes = tensors.q.shape[1], tensors.k.shape[1]
+    seen = torch.empty(batch, heads, *sizes, device="meta", dtype=torch.bool)
+    return Tensors(
+        *tensors[: Tensors._fields.index("mask_entries_q")], *masks.from_bool(seen).tensors
+    )
+
+
 def plan(tensors, candidate=None, device=H100, **options):
     problem = describe(
         tuple(None if t is None else metadata_of(t) for t in tensors), Options(**options)
@@ -125,7 +128,7 @@ KEYS_OF = {(64, 96): 257, (64, 112): 197}  # head dim and block_n → keys in su
 
 
 @pytest.mark.parametrize(
-    "kernel_config", without_lists(FORWARD_CONFIGS), ids=lambda kernel_config: kernel_config.name
+    "kernel_config", FORWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
 )
 def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
     dtype = DTYPES[kernel_config.dtype]
@@ -140,7 +143,10 @@ def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_confi
     if kernel_config.term == BIAS:
         shape = 1, 16, seqlen_q, longest
         tensors = tensors._replace(bias=torch.empty(*shape, device="meta", dtype=dtype))
-    options = {"causal": kernel_config.masked, "return_max_logit": kernel_config.term == LARGEST}
+    if kernel_config.listed:
+        tensors = with_mask(tensors)
+    causal = kernel_config.masked and not kernel_config.listed
+    options = {"causal": causal, "return_max_logit": kernel_config.term == LARGEST}
     found = plan(tensors, careful, **options)
     assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
     named = plan(tensors, careful, backend="hopper", **options)
@@ -167,11 +173,15 @@ def test_what_changes_scores_chooses_the_kernel():
     assert both == (LARGEST, SLOPES)
     assert terms(given._replace(bias=bias, sinks=sinks)) == (BIAS, BIAS)
     with_bias, wide = given._replace(bias=bias), qkv(192, 128)._replace(bias=bias)
+    masked = with_mask(given, 2, 8)
+    assert terms(masked._replace(sinks=sinks), softcap=5.0) == (NO_TERM, NO_TERM)
     for changed, options, reason in (
         (with_bias._replace(alibi_slopes=slopes), {}, "has no kernel for bias and alibi_slopes"),
         (with_bias, {"return_max_logit": True}, "has no kernel for bias and return_max_logit"),
         (with_bias, {"softcap": 5.0}, "has no kernel for bias and capped scores"),
         (wide, {}, "takes a bias up to head_dim 128"),
+        (masked._replace(alibi_slopes=slopes), {}, "has no kernel for mask and alibi_slopes"),
+        (masked, {"return_max_logit": True}, "has no kernel for mask and return_max_logit"),
     ):
         assert dict(plan(changed, **options).declined)["hopper"].startswith(reason)
     narrow = qkv(dtype=FP8)
@@ -180,9 +190,28 @@ def test_what_changes_scores_chooses_the_kernel():
         (narrow._replace(alibi_slopes=slopes), {}, "alibi_slopes"),
         (narrow, {"return_max_logit": True}, "return_max_logit"),
         (narrow._replace(bias=bias), {}, "bias"),
+        (with_mask(narrow), {}, "mask"),
     ):
         declined = dict(plan(changed, **options).declined)
         assert declined["hopper"] == f"has no kernel of 8 bits for {name}"
+
+
+# Head dims of q and v → those of the rows with lists of blocks.
+LISTED = {(8, 8): (64, 64), (64, 64): (64, 64), (65, 65): (128, 128), (64, 128): (128, 128)}
+LISTED |= {(192, 128): (192, None), (192, 136): (256, None), (256, 256): (256, None)}
+
+
+@pytest.mark.parametrize("dims", LISTED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_mask_gets_a_row_with_lists_and_the_gradient_too_or_triton(dims, dtype):
+    for sizes in ((1, 1), (2, 8)):
+        launch = plan(with_mask(qkv(*dims, dtype=dtype), *sizes)).launch
+        config, gradient = launch.config.kernel_config, launch.config.gradient_config
+        assert config.listed and launch.config.packed is None and launch.keep is None
+        assert gradient is None or gradient.listed
+        assert (config.head_dim, gradient and gradient.head_dim) == LISTED[dims]
+    few = plan(with_mask(qkv(*dims, dtype=dtype, seqlen_q=1))).launch.config
+    assert few.packed is None and few.packing.reason == "has mask"
 
 
 # Head dims of q and v → that of the gradient's row.
@@ -206,7 +235,7 @@ def test_the_gradient_gets_a_row_or_triton(dims, dtype):
 
 
 @pytest.mark.parametrize(
-    "kernel_config", without_lists(BACKWARD_CONFIGS), ids=lambda kernel_config: kernel_config.name
+    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
 )
 def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
     kernel_config, monkeypatch
@@ -762,7 +791,7 @@ def test_gradients_of_layouts_that_are_copied_are_those_of_the_reference(name):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(
-    "kernel_config", without_lists(BACKWARD_CONFIGS), ids=lambda kernel_config: kernel_config.name
+    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
 )
 def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypatch):
     def never(*arguments):
@@ -780,6 +809,8 @@ def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypa
         BIAS: {"bias": torch.randn(1, 4, 300, 300, device="cuda", dtype=dtype)},
     }
     options = {"backend": "hopper", **of_term.get(kernel_config.term, {})}
+    if kernel_config.listed:
+        options["mask"] = masks.window(300, 100, 0, device="cuda")
     assert explain(*tensors, **options).config["gradient"] == kernel_config.name
     out = flash_attn_func(*tensors, **options)
     assert all(x.any() for x in torch.autograd.grad(out.float().square().sum(), tensors))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers import GPU, H100, TRITON_DTYPES
+from helpers import GPU, TRITON_DTYPES, needs_hopper
 from test_masks import random_case
 from torch.nn.functional import pad
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, masks
 from flashattn3.backends.hopper import backend as hopper
+from flashattn3.call.dtypes import FP8
 from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
@@ -59,9 +61,9 @@ def holds(mask, seen, q, k, v, backend, name="", **options):
     """Forward and gradients, also through lse, against float64."""
     leaves = [q, k, v, *(x for x in [options.get("sinks")] if x is not None)]
     call = partial(flash_attn_func, mask=mask.to(DEVICE), backend=backend, return_lse=True)
-    out, lse, highest = call(
-        q, k, v, return_max_logit=True, **{_OUR_NAMES.get(n, n): x for n, x in options.items()}
-    )
+    looks = backend != "hopper"  # which has no kernel for a mask and max_logit
+    given = {_OUR_NAMES.get(n, n): x for n, x in options.items()}
+    out, lse, *largest = call(q, k, v, return_max_logit=looks, **given)
 
     def in_dtype(dtype):
         of = [x.detach().to(dtype).requires_grad_() for x in leaves]
@@ -76,7 +78,8 @@ def holds(mask, seen, q, k, v, backend, name="", **options):
     reference, baseline = in_dtype(torch.float64), in_dtype(q.dtype)
     check("out", out, reference[0], baseline[0], FORWARD_FACTOR, name, backend)
     torch.testing.assert_close(lse.double(), reference[1], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(highest.double(), reference[2], atol=1e-2, rtol=1e-2)
+    for highest in largest:
+        torch.testing.assert_close(highest.double(), reference[2], atol=1e-2, rtol=1e-2)
     dout, dlse = (x.to(of.dtype) for x, of in zip(reference[4:], (out, lse), strict=True))
     found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     names = ("dq", "dk", "dv", "dsinks")
@@ -120,9 +123,13 @@ CASES = {
 }
 BACKENDS = [("reference", torch.float32), ("reference", torch.bfloat16)]
 BACKENDS += [("triton", dtype) for dtype in TRITON_DTYPES]
+ON_HOPPER = [
+    pytest.param("hopper", dtype, marks=[pytest.mark.gpu, needs_hopper])
+    for dtype in (torch.float16, torch.bfloat16)
+]
 
 
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), [*BACKENDS, *ON_HOPPER], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_attention_sees_what_the_mask_shows(case, backend, dtype):
     make, shape, keys, heads_kv, dims, options = CASES[case]
@@ -130,6 +137,8 @@ def test_attention_sees_what_the_mask_shows(case, backend, dtype):
     mask, seen = make()
     q, k, v = inputs(shape, keys, heads_kv, *dims, dtype=dtype)
     options = dict(options)
+    if backend == "hopper":  # which has no kernel for a mask and slopes
+        options.pop("slopes", None)
     for name in {"sinks", "slopes"} & options.keys():
         options[name] = torch.linspace(0.1, 0.6, shape[2], device=DEVICE)
     if "sinks" in options:
@@ -138,16 +147,48 @@ def test_attention_sees_what_the_mask_shows(case, backend, dtype):
 
 
 @pytest.mark.slow
-def test_random_masks():
+@pytest.mark.parametrize(("backend", "dtype"), [BACKENDS[0], *ON_HOPPER], ids=str)
+def test_random_masks(backend, dtype):
     for seed in range(200):
         mask, seen = random_case(seed)
         batch, heads, queries, keys = seen.shape
         shape = max(2, batch), queries, max(2, heads)
-        q, k, v = inputs(shape, keys, 1 + seed % 2, 16, seed=seed)
-        holds(mask, seen, q, k, v, "reference", f"seed {seed}")
+        dim = (16, 64, 128)[seed % 3] if backend == "hopper" else 16
+        q, k, v = inputs(shape, keys, 1 + seed % 2, dim, dtype=dtype, seed=seed)
+        holds(mask, seen, q, k, v, backend, f"seed {seed}")
 
 
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS[1:], ids=str)
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dims", ((64,), (128,), (104, 72), (192, 128), (256,)), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_each_hopper_kernel_sees_what_the_mask_shows(dims, dtype):
+    """Also gradients beyond 128 columns, which Triton computes."""
+    for sizes, heads_kv in (((1, 1), 4), ((2, 4), 2), ((1, 4), 1)):
+        mask, seen = bits(*sizes, 300, 417, 0.5)
+        blocks = masks.blocks(torch.rand(1, 1, 3, 7).argsort(-1) < 4, seqlen_q=300, seqlen_k=417)
+        for each, of in ((mask, seen), (blocks, blocks.to_bool()), (blocks | mask, None)):
+            q, k, v = inputs((2, 300, 4), 417, heads_kv, *dims, dtype=dtype)
+            of = each.to_bool() if of is None else of
+            holds(each, of, q, k, v, "hopper", f"{dims} {sizes}", softcap=3.0 * (heads_kv == 1))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dim", (64, 128))
+def test_deterministic_gradients_of_hopper_have_the_same_bits(dim):
+    mask, _ = bits(2, 4, 1000, 1100)
+    mask = mask | masks.window(1000, 300, 0, seqlen_k=1100)
+    q, k, v = inputs((2, 1000, 4), 1100, 2, dim, dtype=torch.bfloat16)
+    attend = partial(flash_attn_func, mask=mask.to(DEVICE), backend="hopper", deterministic=True)
+    first = None
+    for _ in range(20):
+        found = torch.autograd.grad(attend(q, k, v).float().square().sum(), (q, k, v))
+        first = first or found
+        assert all(map(torch.equal, found, first))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [*BACKENDS[1:], *ON_HOPPER], ids=str)
 def test_hidden_keys_have_no_influence_and_no_gradient(backend, dtype):
     """Keys that a head's block of queries does not see may be NaN for it; keys that nobody sees
     have gradients that are exactly 0."""
@@ -321,4 +362,6 @@ def test_explain_shows_the_mask():
     problem = describe(
         tuple(map(metadata_of, Tensors(q, k, v, *(None,) * 7, *mask.tensors))), Options()
     )
-    assert hopper.BACKEND.decline_reason(problem, H100) == "has no kernel for mask"
+    assert hopper.score_reason(problem) is None
+    eight_bits = replace(problem, dtype=FP8)
+    assert hopper.score_reason(eight_bits) == "has no kernel of 8 bits for mask"

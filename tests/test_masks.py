@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flashattn3 import masks
-from flashattn3.masks.block_lists import BLOCK_COLUMNS, BLOCK_ROWS, kinds_of
+from flashattn3.masks.block_lists import BLOCK_COLUMNS, BLOCK_ROWS, kinds_of, turns_of
 
 
 def visible(query, key, predicate):
@@ -336,6 +336,22 @@ def test_a_mask_is_a_frozen_pytree_of_tensors():
     assert mask.to("meta").device.type == "meta"
     with pytest.raises(AttributeError):
         mask.seqlen_q = 3
+
+
+def test_turns_count_the_lists_behind_that_have_a_block_too():
+    selected = torch.rand(2, 3, 7, 9, generator=torch.manual_seed(0)) < 0.4
+    selected[0, 0, 2] = selected[0, 0, :, 4] = False
+    lists = masks.blocks(selected, seqlen_q=800).of_keys
+    turns = turns_of(lists)
+    assert turns.shape == lists.entries.shape and turns.dtype == torch.int32
+    for entries, work, found in zip(
+        *(x.flatten(0, 1).tolist() for x in (lists.entries, lists.work, turns)), strict=True
+    ):
+        listed = [line[: numbers[1]] for line, numbers in zip(entries, work, strict=True)]
+        order = [numbers[3] for numbers in work]
+        for rank, row in enumerate(order):
+            behind = [block for other in order[rank + 1 :] for block in listed[other]]
+            assert found[row][: len(listed[row])] == [behind.count(x) for x in listed[row]]
 
 
 def test_a_drawing_shows_blocks():

@@ -12,6 +12,7 @@
 #include "launch/params.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/launch_record.h"
+#include "torch_binding/mask_tensors.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -110,6 +111,7 @@ struct ForwardCall {
   CallTensors tensors;
   std::optional<Tensor> q_descale, k_descale, v_descale;
   std::optional<Tensor> max_logit;  // (num_heads_q), float32: -inf before the call
+  MaskTensors mask;                 // lists of queries
 };
 
 // out: head_dim_v columns rounded up to a multiple of 8 (16 bytes).
@@ -124,7 +126,10 @@ struct BackwardCall {
   std::optional<Tensor> dlse;
   Tensor out, lse;
   CallTensors tensors;
-  bool with_dbias = false;  // whether the bias needs a gradient
+  bool with_dbias = false;      // whether the bias needs a gradient
+  MaskTensors mask;             // lists of keys
+  std::optional<Tensor> turns;  // as mask.entries, whose order of additions they are; a
+                                // deterministic call with a mask has them
 };
 
 // In the axes of q, k and v, as new_rows allocates them.

@@ -35,6 +35,22 @@ void check_call(const char* function, const AttentionProblem& problem, const Bac
   if (call.dlse) expect_shape(function, "dlse", *call.dlse, lse_shape(problem));
 }
 
+void check_lists(const char* function, const AttentionProblem& problem, const BackwardCall& call,
+                 int device) {
+  const auto& entries = call.mask.entries;
+  check_mask(function, problem, call.mask, problem.seqlen_k, problem.seqlen_q, device);
+  const bool wanted = entries && problem.deterministic;
+  expect(call.turns.has_value() == wanted, function, "turns",
+         wanted ? "a tensor of a deterministic call with a mask" : "None without those",
+         call.turns ? "a tensor" : "None");
+  if (!wanted) return;
+  expect_shape(function, "turns", *call.turns,
+               {4, {entries->size(0), entries->size(1), entries->size(2), entries->size(3)}});
+  expect(dtype_of(*call.turns) == dtype_of(*entries), function, "turns", "int32", "another dtype");
+  expect(call.turns->is_contiguous(), function, "turns", "contiguous", "another layout");
+  expect_on_gpu(function, "turns", *call.turns, device, "on the GPU of q");
+}
+
 void check_gradient(const char* function, const char* name, const Tensor& gradient,
                     const Shape& rows) {
   expect_rows(function, name, gradient, rows);
@@ -95,6 +111,8 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
   };
   params.forward.v_stride = row_strides(call.tensors.v, axes);
   set_scores(params.forward, call.tensors);
+  params.lists = list_params(call.mask);
+  params.turns = indices(call.turns);
   if (dsinks) params.dsinks = dsinks->data_ptr();
   std::optional<Tensor> ds;
   if (dbias) {
@@ -123,6 +141,8 @@ void backward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   if (has_scores) {
     take_scores(arguments, call.tensors);
     call.with_dbias = arguments.take<bool>();
+    call.mask = MaskTensors::take(arguments);
+    call.turns = arguments.take<std::optional<Tensor>>();
   }
   const auto [dq, dk, dv, dsinks, dbias] =
       run_backward(kName, attention_launch(kName, Pass::kBackward, launch), call);
@@ -154,6 +174,7 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
   check_call(function, problem, call);
   const int device = device_of(function, call.tensors);
   check_scores(function, problem, call.tensors, device);
+  check_lists(function, problem, call, device);
   const DeviceGuard guard(device);
   const int32_t dtype = dtype_of(call.tensors.q);
   const auto gradient_of = [&](int64_t tokens, int64_t heads, int64_t columns) {
@@ -183,7 +204,8 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("backward(" FA3_CALL ") -> (Tensor dq, Tensor dk, Tensor dv)");
   library.def("backward.scores(" FA3_CALL ", " FLASHATTN3_SCORES
-              ", bool with_dbias=False) -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks, "
+              ", bool with_dbias=False, " FLASHATTN3_MASK
+              ", Tensor? turns=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks, "
               "Tensor? dbias)");
   library.def("backward_into(" FA3_CALL ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
 }

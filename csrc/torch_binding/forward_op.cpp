@@ -254,6 +254,7 @@ void run(const ForwardKernel& kernel, const AttentionProblem& problem, const For
   const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
   ForwardParams params = make_params(problem, call.tensors, out, lse, schedule);
   set_scores(params, call.tensors);
+  params.lists = list_params(call.mask);
   if (call.max_logit) params.max_logit = static_cast<float*>(call.max_logit->data_ptr());
   const StreamCounters counters(device, stream);
   params.tile_counter = counters.get() == nullptr ? nullptr : counters.get()->tile;
@@ -275,6 +276,7 @@ void forward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   if (arguments.has_more()) {
     take_scores(arguments, call.tensors);
     call.max_logit = arguments.take<std::optional<Tensor>>();
+    call.mask = MaskTensors::take(arguments);
   }
   const auto [out, lse] = run_forward(kName, attention_launch(kName, Pass::kForward, launch), call);
   return_results(stack, std::tuple(out, lse));
@@ -305,6 +307,7 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
   check_call(function, problem, kernel.info, call);
   const int device = device_of(function, call.tensors);
   check_scores(function, problem, call.tensors, device);
+  check_mask(function, problem, call.mask, problem.seqlen_q, problem.seqlen_k, device);
   if (call.max_logit) {
     expect_shape(function, "max_logit", *call.max_logit, {1, {problem.num_heads_q}});
     expect_on_gpu(function, "max_logit.device", *call.max_logit, device, "the GPU of q");
@@ -328,7 +331,7 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward(" FA3_CALL ") -> (Tensor out, Tensor lse)");
   library.def("forward.scores(" FA3_CALL ", " FLASHATTN3_SCORES
-              ", Tensor(a!)? max_logit=None) -> (Tensor out, Tensor lse)");
+              ", Tensor(a!)? max_logit=None, " FLASHATTN3_MASK ") -> (Tensor out, Tensor lse)");
   library.def("forward_into(" FA3_CALL ", Tensor(a!) out, Tensor(b!) lse) -> ()");
 }
 

@@ -12,11 +12,8 @@ from .base import head_dim_reason, score_factor_reason
 MAX_ROWS = 2**30 - 1024
 
 
-def decline_reason(problem: Problem, max_head_dim: int, reads_lists: bool = False) -> str | None:
-    """Why neither backend's kernels take the problem, or None. reads_lists: whether they compute
-    masks."""
-    if problem.mask is not None and not reads_lists:
-        return "has no kernel for mask"
+def decline_reason(problem: Problem, max_head_dim: int) -> str | None:
+    """Why neither backend's kernels take the problem, or None."""
     if problem.dtype in FULL_PRECISION:
         return f"computes in float16 and bfloat16, not in {problem.dtype}"
     if problem.out_dtype not in SIXTEEN_BIT:

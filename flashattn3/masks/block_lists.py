@@ -160,7 +160,19 @@ def _listed(kinds: Tensor, tiles: Tensor) -> BlockLists:
     before = partial.flatten().cumsum(0).view(partial.shape) - partial
     order = (full + partial).argsort(dim=-1, descending=True, stable=True)
     work = torch.stack([full, full + partial, before, order], -1)
-    return BlockLists(entries.int(), work.int(), tiles)
+    entries = entries.to(torch.int32, memory_format=torch.contiguous_format)
+    return BlockLists(entries, work.int(), tiles)
+
+
+def turns_of(lists: BlockLists) -> Tensor:
+    """For each block of each list, the number of lists behind it in the order of ``work`` that have
+    the block too: int32, as entries. So lists that add to a block, the last one first, do it in the
+    same order in every run."""
+    order = lists.work[..., 3].long().unsqueeze(-1).expand(lists.entries.shape)
+    listed = (kinds_of(lists) != HIDDEN).gather(-2, order).int()
+    behind = listed.flip(-2).cumsum(-2, dtype=torch.int32).flip(-2) - listed
+    of_blocks = torch.empty_like(listed).scatter_(-2, order, behind)
+    return of_blocks.gather(-1, lists.entries.long())
 
 
 def kinds_of(lists: BlockLists) -> Tensor:

@@ -112,6 +112,7 @@ lists of each sequence and head, gqa | batch 2, q 200, k 333, heads 4 2, lists 2
 lists of heads, d64 | batch 2, q 260, k 700, heads 3, d 64, lists 1 3
 lists of sequences, d64, fp16 | fp16, batch 3, q 129, k 257, d 64, lists 3 1
 lists, one query, one key, sinks | q 1, k 1, heads 7 7, lists 1 7, sinks
+lists, no keys, sinks | q 100, k 0, heads 7 7, lists 1 1, sinks
 lists, sinks, softcap | q 150, k 300, heads 7 7, softcap 5, lists 1 1, sinks
 lists, large scores | q 640, k 333, data large, lists 1 1
 lists, scores grow to the first key | fp16, q 140, k 900, data grows_to_first, lists 1 1

@@ -244,7 +244,8 @@ class HopperBackend:
     def _gradient_config(self, problem: Problem) -> BackwardConfig | None:
         dtype = NAMES[problem.dtype]
         dims = problem.head_dim, problem.head_dim_v
-        kernel_config = select_backward_config(dtype, *dims, _term(problem, gradient=True))
+        kind = _term(problem, gradient=True), problem.mask is not None
+        kernel_config = select_backward_config(dtype, *dims, *kind)
         if kernel_config is None or self.unusable_reason(kernel_config, problem.backend):
             return None
         scale = problem.score_scale
@@ -264,22 +265,18 @@ def score_reason(problem: Problem) -> str | None:
     """Why no kernel computes what happens to a problem's scores, or None."""
     if problem.split_tokens:
         return "has no kernel that joins fixed spans of keys (split_tokens)"
-    others = {
-        "alibi_slopes": problem.slopes,
-        "return_max_logit": problem.return_max_logit,
-        "capped scores": problem.score_scale.is_capped,
-    }
+    asked = {"alibi_slopes": problem.slopes, "return_max_logit": problem.return_max_logit}
     if problem.bias is not None:
-        beside = next((name for name, given in others.items() if given), None)
-        if beside is not None:
-            return f"has no kernel for bias and {beside} together"
-        if problem.dtype in EIGHT_BIT:
-            return "has no kernel of 8 bits for bias"
-        if max(problem.head_dim, problem.head_dim_v) > LARGEST_WITH_BIAS:
-            return f"takes a bias up to head_dim {LARGEST_WITH_BIAS}"
-    if problem.dtype in EIGHT_BIT and _term(problem):
-        option = "alibi_slopes" if problem.slopes else "return_max_logit"
-        return f"has no kernel of 8 bits for {option}"
+        asked["capped scores"] = problem.score_scale.is_capped
+    others = [name for name, given in asked.items() if given]
+    # A call has one of them at most.
+    alone = next((name for name in ("bias", "mask") if getattr(problem, name) is not None), None)
+    if alone is not None and others:
+        return f"has no kernel for {alone} and {others[0]} together"
+    if problem.dtype in EIGHT_BIT and (alone or others):
+        return f"has no kernel of 8 bits for {alone or others[0]}"
+    if problem.bias is not None and max(problem.head_dim, problem.head_dim_v) > LARGEST_WITH_BIAS:
+        return f"takes a bias up to head_dim {LARGEST_WITH_BIAS}"
     return None
 
 
@@ -305,6 +302,7 @@ def _kernel_config(problem: Problem, device: DeviceInfo) -> ForwardConfig:
         problem.num_heads_q * problem.batch,
         device.num_sms,
         _term(problem),
+        problem.mask is not None,
     )
 
 

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.dtypes import EIGHT_BIT
 from ...call.metadata import ALIGNMENT_BYTES
-from ...call.operands import NUM_TENSORS, Tensors, as_scaled
+from ...call.operands import NUM_TENSORS, Tensors, as_scaled, tensors_of_mask
 from ...call.problem import Problem
+from ...masks.block_lists import BlockLists, turns_of
 from ..base import PassOperators
 from ..conversions import with_dense_rows
 from .kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS, BackwardConfig, ForwardConfig
@@ -108,11 +109,14 @@ def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors],
 
 def _with_scores(problem: Problem, library: Library, handle: Tensor) -> Callable[..., tuple]:
     """A function of the tensors, and of q, k, v and their descales as the kernel reads them, for a
-    call that changes scores or asks for the largest one."""
+    call with a mask, or one that changes scores or asks for the largest one."""
     operator, largest = library.forward_scores, problem.return_max_logit
+    masked = problem.mask is not None
 
     def run(tensors: Tensors, q, k, v, *descales) -> tuple[Tensor, ...]:
         of_call = q, k, v, *tensors[3:NUM_TENSORS], *descales, *_scores_of(tensors)
+        if masked:
+            return operator(handle, *of_call, None, *_dense(tensors_of_mask(tensors)[:3]))
         if not largest:
             return operator(handle, *of_call)
         max_logit = _no_logit(q, problem.num_heads_q)
@@ -132,12 +136,16 @@ def _scores_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
     return tensors.sinks, tensors.alibi_slopes, None if bias is None else _in_whole_rows(bias)
 
 
+def _dense(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in tensors)
+
+
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
-    """See ``Launch.keep``. None where a pass needs a copy first or another backend, and where the
-    sequences have a used length."""
+    """See ``Launch.keep``. None where a pass needs a copy first or another backend, where the
+    sequences have a used length, and with a mask, which the operators do not look at."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
-    if config.gradient_config is None or not aligned:
+    if config.gradient_config is None or not aligned or problem.mask is not None:
         return None
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
@@ -194,8 +202,9 @@ def prepare_backward(
     """Build a function of dout, dlse, out, lse and the tensors that returns (dq, dk, dv), and of
     calls that change scores dsinks and dbias too."""
     problem, copied = launch.problem, launch.config.copied
-    changes, sparse = bool(problem.score_options), bool(problem.copied)
+    changes, masked = bool(problem.score_options), problem.mask is not None
     operator = library.backward_scores if changes else library.backward
+    sparse = bool(problem.copied)
     gradient_config = launch.config.gradient_config
     handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
@@ -207,6 +216,8 @@ def prepare_backward(
         if sparse:
             tensors = with_dense_rows(problem, tensors)
         scores = (*_scores_of(tensors), any(with_dbias)) if changes else ()
+        if masked:
+            scores += _lists_of_keys(problem, tensors)
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
@@ -224,6 +235,13 @@ def prepare_backward(
         return (*results, dsinks, dbias) if with_dbias else results
 
     return run
+
+
+def _lists_of_keys(problem: Problem, tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """Those of the mask, and the order of additions to a block of queries if it is that of each
+    run."""
+    lists = _dense(tensors_of_mask(tensors)[3:])
+    return *lists, turns_of(BlockLists(*lists)) if problem.deterministic else None
 
 
 def _gradient_without_scores(dsinks: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:

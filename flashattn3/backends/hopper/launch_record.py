@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 import torch
 
 from ...call.fields import ScoreScale
-from ...call.tensor_fields import DECODE_TENSORS, FOUND
+from ...call.tensor_fields import DECODE_TENSORS, FOUND, FOUND_SCORES, TENSORS
 
 if TYPE_CHECKING:
     from ...call.cached import DecodeProblem
@@ -71,6 +71,12 @@ DECODE_ARGUMENTS = (
 )
 # The arguments of forward_kept after the number of the options (csrc/torch_binding/kept_op.cpp).
 FOUND_ARGUMENTS = (*(field.name for field in FOUND), "max_logit")
+# Those of the backward with scores after the prepared launch (csrc/torch_binding/backward_op.cpp).
+BACKWARD_ARGUMENTS = (
+    *("dout", "dlse", "out", "lse"),
+    *(field.name for field in (*TENSORS, *FOUND_SCORES)),
+    *("with_dbias", "mask_entries", "mask_work", "mask_tiles", "turns"),
+)
 LARGEST_WINDOW = 2**30  # no distance of two positions is larger
 
 

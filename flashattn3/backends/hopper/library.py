@@ -18,7 +18,13 @@ from typing import NamedTuple
 import torch
 
 from .kernel_configs import configs_hash
-from .launch_record import DECODE_ARGUMENTS, FOUND_ARGUMENTS, DecodeRecord, LaunchRecord
+from .launch_record import (
+    BACKWARD_ARGUMENTS,
+    DECODE_ARGUMENTS,
+    FOUND_ARGUMENTS,
+    DecodeRecord,
+    LaunchRecord,
+)
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PROJECT = PACKAGE.parent  # repository root, or site-packages if installed
@@ -99,6 +105,7 @@ def find_library() -> Library:
         "prepare_decode": DecodeRecord._fields,
         "decode": DECODE_ARGUMENTS,
         "forward_kept_scores": FOUND_ARGUMENTS,
+        "backward_scores": BACKWARD_ARGUMENTS,
     }
     found = {name: _operator(operators, name) for name in _OPERATORS}
     older = None in (*found.values(), _operator(operators, "register_autograd_node"))

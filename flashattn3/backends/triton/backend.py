@@ -109,9 +109,8 @@ class TritonBackend:
         if isinstance(problem, CacheProblem):
             reason = cached.decline_reason(problem)
         else:
-            reason = packed.spans_reason(problem) or gpu_limits.decline_reason(
-                problem, MAX_HEAD_DIM, reads_lists=True
-            )
+            reason = packed.spans_reason(problem)
+            reason = reason or gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
         if reason is None and device.interpreted and problem.dtype == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return reason

@@ -2,7 +2,9 @@
 #include <cstring>
 
 #include "append/arguments.h"
+#include "backward/arguments.h"
 #include "decode/arguments.h"
+#include "forward/arguments.h"
 #include "kernel_arguments.h"
 
 namespace {
@@ -24,6 +26,11 @@ std::vector<uint64_t> words_of_arguments(const std::string& name, void** argumen
   if (is("append_kernel")) return words_of<flashattn3::append::Arguments>(arguments[0]);
   if (is("decode_kernel") || is("warp_kernel")) {
     return words_of<flashattn3::decode::Arguments>(arguments[0]);
+  }
+  if (is("ListedRoles")) return words_of<flashattn3::forward::ListedArguments>(arguments[0]);
+  const bool is_main = is("backward") && is("16attention_kernel");
+  if (is_main && is("ScoreTermE0ELb1E")) {  // the last field of backward::Config is listed
+    return words_of<flashattn3::backward::ListedArguments>(arguments[0]);
   }
   return {};
 }
