@@ -274,6 +274,7 @@ AGAINST_FLOAT64 = (
 )  # fmt: skip
 
 
+@pytest.mark.interpreted(quick=lambda case, backend, dtype: backend == "reference")
 @by_backend
 @pytest.mark.parametrize("case", AGAINST_FLOAT64, ids=lambda case: case.name)
 def test_against_float64(case, backend, dtype, device, poisoned_memory):

@@ -48,6 +48,9 @@ def call_of(seqlen_q: int | None, device, dtype) -> tuple[dict, torch.Tensor, to
     return arguments, prefix, own
 
 
+@pytest.mark.interpreted(
+    quick=lambda name, backend, dtype: name == "decode" or dtype == torch.float64
+)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")

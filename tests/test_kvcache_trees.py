@@ -21,6 +21,9 @@ CASES = (
 BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITON_DTYPES)]
 
 
+@pytest.mark.interpreted(
+    quick=lambda case, backend, dtype: case.name == "one-word" or backend == "reference"
+)
 @pytest.mark.parametrize(
     ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")
 )
