@@ -207,7 +207,9 @@ def test_combine_does_not_spill(chip, head_dim, compilers):
     assert compilers.submit(compile_combine, chip, head_dim).result() == (0, True)
 
 
-def compile_dims(device: DeviceInfo, dim, dim_v, page, rows, padding, aligned) -> list[tuple]:
+def compile_dims(
+    device: DeviceInfo, dim, dim_v, page, rows, padding, aligned, stored="bfloat16"
+) -> list[tuple]:
     """Runs in a process of its own. Of a cached call and an append: name, widths of memory
     instructions, whether there is a WGMMA, and which buffers or descriptors are wrong."""
     import ptx
@@ -224,7 +226,7 @@ def compile_dims(device: DeviceInfo, dim, dim_v, page, rows, padding, aligned) -
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q, lengths = of(4, rows, 4, dim), of(4, dtype=torch.int32)
-    caches = [of(99, page or 704, 2, x) for x in (dim, dim_v)]
+    caches = [of(99, page or 704, 2, x, dtype=getattr(torch, stored)) for x in (dim, dim_v)]
     table = of(4, 64, dtype=torch.int32) if page else None
     tensors = of_cache.DecodeTensors(q, *caches, lengths, table)
     options = of_cache.DecodeOptions(causal=True)
@@ -275,3 +277,12 @@ def test_single_elements_of_k_and_v_have_one_swizzle(dims, aligned, compilers):
     _, widths, multiplies, two_swizzles, stale = decode
     assert multiplies and not two_swizzles and not stale
     assert not any(kind == "cp.async" for kind, *_ in widths)
+
+
+@pytest.mark.parametrize("dims", [(64, 32), (40, 24)], ids=str)
+def test_widened_keys_and_values_have_one_swizzle(dims, compilers):
+    """They are stored for WGMMA in turns, in one buffer."""
+    of = H100, *dims, 0, 100, 0, True, "float8_e4m3fn"
+    decode, _ = compilers.submit(compile_dims, *of).result()
+    _, _, multiplies, two_swizzles, stale = decode
+    assert multiplies and not two_swizzles and not stale
