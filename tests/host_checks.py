@@ -360,19 +360,23 @@ def check_few_queries_of_many_keys(host):
     """A decode kernel runs the forward of such a call as it runs the cached call, with an autograd
     node in C++ if there are gradients."""
     use_cached_calls()
-    for batch, is_bhsd, gradients in itertools.product((1, 3), (False, True), (False, True)):
+    scores = {}, {"sinks": torch.zeros(32)}
+    for batch, is_bhsd, gradients, more in itertools.product(
+        (1, 3), (False, True), (False, True), scores
+    ):
         forget_kept_calls()
         shapes = (2, 32), (2000 + batch, 8), (2000 + batch, 8)
         tensors = [torch.zeros(batch, *shape, 128).bfloat16() for shape in shapes]
-        events = events_of(host, partial(flash_attn_with_kvcache, *tensors, causal=True))
+        options = {"causal": True, **more}
+        events = events_of(host, partial(flash_attn_with_kvcache, *tensors, **options))
         leaves = [x.transpose(1, 2) if is_bhsd else x for x in tensors]
         leaves = [x.requires_grad_(gradients) for x in leaves]
-        call = partial(flash_attn_bhsd_func if is_bhsd else flash_attn_func, *leaves, causal=True)
+        call = partial(flash_attn_bhsd_func if is_bhsd else flash_attn_func, *leaves, **options)
         found, out = launches_of_three(host, call)
         assert found == [event for event in events if event[0] == "launch"]
         assert out.shape == tensors[0].shape and out.is_contiguous()
         if gradients:
-            assert type(out.grad_fn).__name__ == NODE
+            assert type(out.grad_fn).__name__ == (OWN_NODE if more else NODE)
             backward = events_of(host, partial(torch.autograd.grad, out, leaves, out))
             assert sum(event[0] == "launch" for event in backward) >= 3
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import (
@@ -32,7 +34,7 @@ HOPPER = HopperBackend(library=library_double)
 
 def plan(
     device, batch, seqlen_q, seqlen_k, heads=32, heads_kv=8, dims=(128, 128), varlen=False,
-    backends=WITHOUT_HOPPER, dtype=torch.bfloat16, **options,
+    backends=WITHOUT_HOPPER, dtype=torch.bfloat16, scores=None, **options,
 ):  # fmt: skip
     of = {"device": "meta", "dtype": dtype}
     shapes = (
@@ -45,7 +47,8 @@ def plan(
         edges = torch.empty(batch + 1, device="meta", dtype=torch.int32)
         tensors = [*(x.flatten(0, 1) for x in tensors), edges, edges]
         options |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
-    problem = describe(tuple(map(metadata_of, Tensors(*tensors))), Options(**options))
+    tensors = Tensors(*tensors)._replace(**scores or {})
+    problem = describe(tuple(map(metadata_of, tensors)), Options(**options))
     return choose(problem, device, backends)
 
 
@@ -151,6 +154,18 @@ def test_explain_shows_the_splits_and_why():
     assert not used.unused_hints and used.launch.config.packed.num_ctas == 2 * 100
     unused = plan(A100, 1, 4096, 4096, sm_margin=8, pack_gqa=False).unused_hints
     assert set(unused) == {"sm_margin"}
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_sinks_are_packed_and_no_other_score(varlen):
+    heads = torch.empty(32, device="meta")
+    for device, backends in ((H100, (HOPPER, *WITHOUT_HOPPER)), (A100, WITHOUT_HOPPER)):
+        run = partial(plan, device, 1, 1, 16384, backends=backends, varlen=varlen)
+        found = run(scores={"sinks": heads}).launch.config.packed
+        assert found is not None
+        assert device is not H100 or found.problem.given >= {"sinks"}
+        for options in ({"scores": {"alibi_slopes": heads}}, {"return_max_logit": True}):
+            assert run(**options).launch.config.packed is None, options
 
 
 NAMES = (

@@ -110,14 +110,16 @@ def as_cached(problem: Problem) -> DecodeProblem:
     """The same attention as a problem of cached calls: its keys are a full dense cache."""
     names = (field.name for field in fields(DecodeProblem))
     common = {name: getattr(problem, name) for name in names if hasattr(problem, name)}
-    given = VARLEN_SPANS if problem.split_tokens else VARLEN
+    given = frozenset() if problem.sinks_dtype is None else frozenset(("sinks",))
+    if problem.varlen:
+        given |= VARLEN_SPANS if problem.split_tokens else VARLEN
     common |= {
         "cache_dtype": problem.dtype,
         "k_descale": None,
         "v_descale": None,
         "page_size": int(problem.varlen and problem.split_tokens is not None),
         "rows": packed_rows(packed_rows_of(problem)),
-        "given": given if problem.varlen else frozenset(),
+        "given": given,
         "tree_words": 0,
         "sinks_dtype": problem.sinks_dtype,
         "misaligned": frozenset(),

@@ -228,8 +228,6 @@ class HopperBackend:
 
     def _packing(self, problem: Problem, device: DeviceInfo) -> packed.Choice:
         """Whether a decode kernel runs the forward, and why."""
-        if problem.score_options:
-            return packed.Choice(False, f"has {problem.score_options[0]}")
         copied = problem.copied or _unfit_for_tma(problem)
         if copied:
             return packed.Choice(False, f"{copied[0]} is copied")

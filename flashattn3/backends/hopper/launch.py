@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...call.dtypes import EIGHT_BIT
+from ...call.dtypes import EIGHT_BIT, SIXTEEN_BIT
 from ...call.metadata import ALIGNMENT_BYTES
 from ...call.operands import NUM_TENSORS, Tensors, as_scaled, tensors_of_mask
 from ...call.problem import Problem
@@ -141,8 +141,9 @@ def _dense(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
-    """See ``Launch.keep``. None where a pass needs a copy first or another backend, where the
-    sequences have a used length, and with a mask, which the operators do not look at."""
+    """See ``Launch.keep``. None where a pass needs a copy first, as decode kernels do of 16-bit
+    sinks, or another backend, where the sequences have a used length, and with a mask, which the
+    operators do not look at."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     if config.gradient_config is None or not aligned or problem.mask is not None:
@@ -150,7 +151,8 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
         return None
-    if library.keep_passes is None:
+    copies_sinks = config.packed is not None and problem.sinks_dtype in SIXTEEN_BIT
+    if library.keep_passes is None or copies_sinks:
         return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
     decode = config.packed and config.packed.kernel_launch.handle
