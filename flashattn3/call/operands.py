@@ -87,6 +87,9 @@ class Tensors(NamedTuple):
 
 # Those from which the backend's operators find the launch of a call.
 found_of = itemgetter(*(Tensors._fields.index(field.name) for field in FOUND))
+# Those beside q, k and v that may need a gradient, in the order of the results of a backward.
+LEARNED = tuple(Tensors._fields.index(field.name) for field in SCORE_TENSORS if field.learned)
+learned_of = itemgetter(*LEARNED)
 
 
 # Functions, because torch 2.9 traces no property of a NamedTuple.

@@ -38,11 +38,13 @@ class TensorField(NamedTuple):
 
     found: whether the backend's operators find the launch of a call that has it from its tensors;
         Python plans other calls.
+    learned: whether it may need a gradient, as q, k and v may.
     """
 
     name: str
     kind: Kind
     found: bool = True
+    learned: bool = False
 
     @property
     def is_optional(self) -> bool:
@@ -61,9 +63,9 @@ TENSORS = (
 # The tensors that change scores, the last six those of a ``masks.Mask``. Operators have an overload
 # for calls with one of them.
 SCORE_TENSORS = (
-    TensorField("sinks", SINKS),
+    TensorField("sinks", SINKS, learned=True),
     TensorField("alibi_slopes", SLOPES),
-    TensorField("bias", BIAS),
+    TensorField("bias", BIAS, learned=True),
     *(
         TensorField(f"mask_{name}_{side}", MASK, found=False)
         for side in ("q", "k")

@@ -20,6 +20,7 @@ from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.metadata import ALIGNMENT_BYTES
 from ..call.operands import (
+    LEARNED,
     NUM_OF_8_BITS,
     NUM_OF_SCORES,
     NUM_TENSORS,
@@ -58,7 +59,7 @@ from .operators import (
 
 NUM_GRADIENTS = 4  # dout, dlse, out, lse: they precede the tensors in backward's arguments
 CU_SEQLENS_Q = Tensors._fields.index("cu_seqlens_q")
-SINKS, BIAS = Tensors._fields.index("sinks"), Tensors._fields.index("bias")
+BIAS = Tensors._fields.index("bias")
 
 
 class Call(Protocol):
@@ -121,18 +122,17 @@ class Rows:
 def by_tensor(results: tuple[Tensor | None, ...], *tensors: Tensor | None) -> tuple:
     """The gradients of the tensors of ``Tensors``, of as many as may have one.
 
-    results: dq, dk and dv, and of calls with sinks or a bias dsinks and dbias, which are None or
+    results: dq, dk and dv, and of calls that change scores those of LEARNED, which are None or
         without elements where nothing asks for them.
     """
     if len(results) == 3:
         return results
-    dq, dk, dv, dsinks, dbias = results
-    sinks, bias = tensors[SINKS], tensors[BIAS]
+    dq, dk, dv, *others = results
     gradients = [dq, dk, dv, *[None] * (NUM_OF_SCORES - 3)]
-    if sinks is not None:
-        gradients[SINKS] = dsinks
-    if bias is not None and dbias is not None and dbias.shape == bias.shape:
-        gradients[BIAS] = dbias
+    for index, gradient in zip(LEARNED, others, strict=True):
+        x = tensors[index]
+        if x is not None and gradient is not None and gradient.shape == x.shape:
+            gradients[index] = gradient
     return tuple(gradients)
 
 

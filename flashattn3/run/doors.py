@@ -17,6 +17,7 @@ from torch.autograd import profiler
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
+    LEARNED,
     Scaled,
     Tensors,
     check_tensor_types,
@@ -26,6 +27,7 @@ from ..call.operands import (
     found_of,
     key_of,
     key_of_transposed,
+    learned_of,
     tensors_by_name,
     with_sides,
 )
@@ -40,7 +42,6 @@ from ..modes import (
 )
 from .derivative import (
     BIAS,
-    SINKS,
     AttentionOfOperator,
     by_tensor,
     checked_saved,
@@ -105,11 +106,11 @@ def _attend_plain(
     Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
     them with those of the same call at another time. scores: whether a tensor changes scores.
     """
-    q, k, v, sinks, bias = tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.bias
+    q, k, v = tensors.q, tensors.k, tensors.v
+    learned = learned_of(tensors) if scores else _NONE
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    if scores and not needs_gradient:
-        needs_gradient = sinks is not None and sinks.requires_grad
-        needs_gradient = needs_gradient or (bias is not None and bias.requires_grad)
+    for x in learned:
+        needs_gradient = needs_gradient or (x is not None and x.requires_grad)
     differentiably = needs_gradient and torch.is_grad_enabled()
     returns_more = options.return_lse or options.return_max_logit
     with_node = differentiably and not (scores or returns_more)
@@ -123,7 +124,7 @@ def _attend_plain(
         results = cache.attend(q, k, v)
     elif differentiably:
         if q.dtype not in EIGHT_BIT:
-            return _apply(q, k, v, sinks, bias, tensors, options, bhsd, scores, cache, None)
+            return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, None)
     elif scores:
         results = cache.run(operators.forward_scores, *found_of(tensors))
     else:
@@ -138,7 +139,7 @@ def _attend_plain(
         if results is not None:
             return results[0]
     if differentiably:
-        return _apply(q, k, v, sinks, bias, tensors, options, bhsd, scores, cache, planned)
+        return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, planned)
     results = planned[0].forward(_transposed(tensors) if bhsd else tensors)
     return returned(results, options) if returns_more else results[0]
 
@@ -205,7 +206,8 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, bias, tensors, options, bhsd, scores, cache, planned):
+    def forward(ctx, q, k, v, *others):
+        *_, tensors, options, bhsd, scores, cache, planned = others
         results = None
         if planned is None and scores:
             results = cache.run(cache.operators.forward_scores, *found_of(tensors))
@@ -231,10 +233,10 @@ class _Attention(torch.autograd.Function):
         options, bhsd, scores, cache, planned = ctx.call
         dlse = others[0] if options.return_lse else None
         if dout is None and dlse is None:
-            return (None,) * 11
+            return (None,) * len(ctx.needs_input_grad)
         k, q, v, lse, out, *rest = ctx.saved_tensors
         tensors = Tensors(q, k, v, *rest)
-        with_dbias = ctx.needs_input_grad[4:5] if scores else ()
+        with_dbias = ctx.needs_input_grad[_BIAS : _BIAS + 1] if scores else ()
         plain = is_plain() and type(dout) is Tensor and not is_batched(dout, dlse)
         at_once = plain and not torch.is_grad_enabled()
         is_recorded, gradients = profiler._is_profiler_enabled, None
@@ -252,9 +254,8 @@ class _Attention(torch.autograd.Function):
                 gradients = gradient_of(or_zeros(dout, out), dlse, out, lse, *passed)
             if bhsd:
                 gradients = (*(x.transpose(1, 2) for x in gradients[:3]), *gradients[3:])
-        of = by_tensor(gradients, *tensors) if with_dbias else ()
-        dsinks, dbias = (of[SINKS], of[BIAS]) if of else (None, None)
-        return (*gradients[:3], dsinks, dbias, *(None,) * 6)
+        of_learned = learned_of(by_tensor(gradients, *tensors)) if with_dbias else _NONE
+        return (*gradients[:3], *of_learned, *(None,) * 6)
 
 
 def _found_gradients(
@@ -266,6 +267,9 @@ def _found_gradients(
         return cache.run(operators.backward, dout, out, lse, *tensors[:3])
     return cache.run(operators.backward_scores, dout, out, lse, *found_of(tensors), *with_dbias)
 
+
+_NONE = (None,) * len(LEARNED)
+_BIAS = 3 + LEARNED.index(BIAS)  # its place among the inputs
 
 # What Function.apply calls where no transform is active, as is known here. The rest of apply, which
 # looks for setup_context and for tensors that outlived a transform, takes about 1.5 us.

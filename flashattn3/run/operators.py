@@ -30,6 +30,7 @@ from ..call.operands import (
     data_of,
     flat,
     key_of,
+    learned_of,
     lengths_of_k,
     lengths_of_q,
     metadata_under,
@@ -327,7 +328,7 @@ def _backward_fake(dout, dlse, out, lse, *arguments):
     gradients = fake_backward_of(dout, dlse, out, lse, tensors, Options(*values))
     if not with_dbias:
         return gradients
-    others = tensors.sinks, tensors.bias if with_dbias[0] else None
+    others = learned_of(tensors if with_dbias[0] else tensors._replace(bias=None))
     return (*gradients, *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in others))
 
 

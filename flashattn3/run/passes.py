@@ -17,6 +17,7 @@ from ..call.operands import (
     Tensors,
     check_tensor_types,
     data_of,
+    learned_of,
     normalised,
     with_keys_in_rows,
 )
@@ -62,8 +63,8 @@ def backward_pass(
     # Keys without cu_seqlens_k were flattened to rows.
     shaped = (x.view(side.shape) for x, side in zip((dq, dk, dv), sides, strict=True))
     sums = (x if given is None else given.add_(x) for x, given in zip(shaped, sums, strict=True))
-    given = tensors.sinks, tensors.bias
-    return (*sums, *(x for x, of in zip(others, given, strict=False) if of is not None))
+    given = zip(others, learned_of(tensors), strict=False)
+    return (*sums, *(x for x, of in given if of is not None))
 
 
 def _checked(
