@@ -14,7 +14,6 @@ from helpers import (
     CACHE_BACKENDS,
     GPU,
     H100,
-    ROOT,
     SIXTEEN_BIT,
     TRITON_DTYPES,
     forget_cached_calls,
@@ -495,27 +494,3 @@ def test_a_growing_cache_does_not_miss_the_plan(backend, device):
             call_cached(inputs, backend=backend)
             misses.add((page_size, cached_plans.plan_of.cache_info().misses))
     assert len(misses) == len({page_size for page_size, _ in misses}), misses
-
-
-def test_the_shared_prefix_of_the_document(device):
-    """The code of docs/inference.md, run as it stands there."""
-    text = (ROOT / "docs" / "inference.md").read_text()
-    section = text[text.index("## A shared prefix") :]
-    code = section[section.index("```python") + len("```python") : section.index("\n```\n")]
-    case = CacheCase("prefix", (40, 55), 2, page_size=16, options={"causal": True})
-    inputs = make_cache_inputs(case, device, torch.float32)
-    names = {"k_cache", "v_cache", "q", "page_table"}
-    scope = {name: inputs.arguments[name] for name in names}
-    prefix = [torch.randn(1, 30, 2, 32, device=device) for _ in range(2)]
-    scope |= {"torch": torch, "flash_attn_with_kvcache": flash_attn_with_kvcache}
-    scope |= {"flash_attn_combine": flash_attn_combine}
-    scope |= {"lengths": inputs.arguments["cache_seqlens"], "table": scope["page_table"]}
-    scope |= dict(zip(("prefix_k", "prefix_v"), prefix, strict=True))
-    exec(code, scope)
-    for index, of in enumerate(zip(inputs.k, inputs.v, strict=True)):
-        k, v = (torch.cat([p[0].cpu(), x]) for p, x in zip(prefix, of, strict=True))
-        right = flash_attn_with_kvcache(
-            scope["q"][index, None].cpu(), k[None], v[None], causal=True, return_lse=True
-        )
-        torch.testing.assert_close(scope["out"][index].cpu(), right[0][0])
-        torch.testing.assert_close(scope["lse"][index].cpu(), right[1][0].mT)
