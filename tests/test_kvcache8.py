@@ -9,6 +9,7 @@ from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inp
 
 import flashattn3
 from flashattn3.call.cache_descales import OF_KEYS
+from flashattn3.integrations import flash_attn_3
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 BACKENDS = ("reference", "triton")
@@ -247,3 +248,19 @@ def test_descales_of_tokens_of_any_sign(backend, device):
             type(inputs)({**inputs.arguments, name: with_nan}, inputs.k, inputs.v), backend=backend
         )
         assert found[1].isnan().all() and torch.equal(found[0], out[0])
+
+
+def test_pages_of_8_bits_through_flash_attention_3_s_names(device):
+    """A block table of varlen calls and the descale of a cache, in e4m3 and under 16 bits."""
+    case = CacheCase("fa3", (20, 30), (2, 3), page_size=16, stored=FP8, options=CAUSAL)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    given = dict(inputs.arguments)
+    descales = dict.fromkeys(("k_descale", "v_descale"), torch.tensor(0.5, device=device))
+    for q in (given["q"], given["q"].to(FP8)):
+        wanted = flashattn3.flash_attn_with_kvcache(**{**given, "q": q}, **descales)
+        found = flash_attn_3.flash_attn_varlen_func(
+            q, given["k_cache"], given["v_cache"], given["cu_seqlens_q"], None,
+            given["max_seqlen_q"], 30, seqused_k=given["cache_seqlens"],
+            page_table=given["page_table"], causal=True, **descales,
+        )  # fmt: skip
+        assert torch.equal(found, wanted) and wanted.isfinite().all()
