@@ -211,7 +211,8 @@ def test_a_mask_gets_a_row_with_lists_and_the_gradient_too_or_triton(dims, dtype
         assert gradient is None or gradient.listed
         assert (config.head_dim, gradient and gradient.head_dim) == LISTED[dims]
     few = plan(with_mask(qkv(*dims, dtype=dtype, seqlen_q=1))).launch.config
-    assert few.packed is None and few.packing.reason == "packs no calls with mask"
+    reason = "q is copied" if dims == (65, 65) else "packs no calls with mask"
+    assert few.packed is None and few.packing.reason == reason
 
 
 # Head dims of q and v → that of the gradient's row.
