@@ -106,11 +106,12 @@ def _attend_plain(
     Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
     them with those of the same call at another time. scores: whether a tensor changes scores.
     """
-    q, k, v = tensors.q, tensors.k, tensors.v
-    learned = learned_of(tensors) if scores else _NONE
+    q, k, v, learned = tensors.q, tensors.k, tensors.v, _NONE
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    for x in learned:
-        needs_gradient = needs_gradient or (x is not None and x.requires_grad)
+    if scores:
+        learned = learned_of(tensors)
+        for x in learned:
+            needs_gradient = needs_gradient or (x is not None and x.requires_grad)
     differentiably = needs_gradient and torch.is_grad_enabled()
     returns_more = options.return_lse or options.return_max_logit
     with_node = differentiably and not (scores or returns_more)
