@@ -1,5 +1,5 @@
-"""Writes the generated sources: a unit for the kernel configs of a kind, dtype and head dim, and a
-registry of all of them.
+"""Writes the generated sources: a unit for the forward configs of a dtype and head dim, and one for
+each other config, and a registry of all of them.
 
 They go into the build folder, never into git, and only when their text has changed.
 """
@@ -37,7 +37,8 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
     """Write the units of the configs that match the glob, and the registry; return their paths.
 
     A compiler reads the headers for three times as long as it compiles a config, so a unit has
-    several. Units of other configs are deleted; their objects stay for the next build.
+    several forwards. Backward kernels would get other machine code beside each other. Units of
+    other configs are deleted; their objects stay for the next build.
     LIMITS_HEADER and TENSORS_HEADER are written beside the units.
     """
     table = load_kernel_configs()
@@ -122,6 +123,8 @@ constexpr int kMaxHeadDim = {max_head_dim};
 
 
 def unit_name(config) -> str:
+    if config.kind != "forward":
+        return config.name
     return f"{_launch(config)}_{config.dtype}_d{config.head_dim}"
 
 

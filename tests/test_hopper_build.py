@@ -75,7 +75,8 @@ def test_units_name_every_field_of_their_row(tmp_path):
     assert paths[-1].name == "registry.cpp"
     for config in all_configs():
         launch = "forward_cached" if config in CACHED_FORWARD_CONFIGS else config.kind
-        path = tmp_path / f"{launch}_{config.dtype}_d{config.head_dim}.cu"
+        several = f"{launch}_{config.dtype}_d{config.head_dim}"
+        path = tmp_path / f"{several if config.kind == 'forward' else config.name}.cu"
         assert paths.count(path) == 1
         text = path.read_text()
         assert f'#include "launch/compiled_{launch}.cuh"' in text

@@ -1,4 +1,4 @@
-// One entry of the registry. Only the generated unit of each kernel config includes this file.
+// One entry of the registry. Only the generated units of forward configs include this file.
 #pragma once
 
 #include "launch/forward.cuh"

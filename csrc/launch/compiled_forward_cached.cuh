@@ -1,5 +1,4 @@
-// One entry of the registry. Only the generated unit of each cached forward config includes this
-// file.
+// One entry of the registry. Only the generated units of cached forward configs include this file.
 #pragma once
 
 #include "launch/forward_cached.cuh"

@@ -1,4 +1,4 @@
-// Launch of one forward kernel. Included by the generated unit of each kernel config.
+// Launch of one forward kernel. Included by the generated units of forward configs.
 #pragma once
 
 #include <cuda_runtime.h>
