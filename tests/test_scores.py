@@ -75,6 +75,24 @@ def test_scores(case, backend, dtype, device, poisoned_memory):
         pytest.skip(declined)
 
 
+FEW_ROWS = (
+    dense("few-rows", (3, 1100), (8, 2), causal=True, sinks="mixed"),
+    varlen("few-rows-varlen", (1, 3, 0), (1100, 40, 9), (8, 2), causal=True, sinks="normal"),
+)
+
+
+@pytest.mark.parametrize("case", FEW_ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize("backend", (EVERY_BACKEND[0], "reference"))
+def test_few_query_rows_with_sinks(case, backend, device, poisoned_memory):
+    """On Hopper the decode kernels run the forward."""
+    tensors = make_inputs(case, device, torch.bfloat16, requires_grad=True)
+    out, lse = forward_holds(case, tensors, backend, pack_gqa=True)
+    leaves = [x for x in tensors if x is not None and x.requires_grad]
+    dout, dlse = make_output_gradients(case, tensors)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    gradients_hold(case, tensors, found, dout, dlse, backend)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("backend", SLOWLY)
 def test_random_scores(backend, chunk, device, poisoned_memory):
