@@ -28,10 +28,6 @@ def dense_mask(given: dict[str, object]) -> Tensor:
     return mask
 
 
-def is_dense(mask: Tensor) -> bool:
-    return mask.dtype == torch.bool and mask.ndim == 4
-
-
 def fits(seen: Tensor, batch: int, heads: int, queries: int, keys: int) -> bool:
     """Whether a bool tensor has the sizes of a call."""
     sizes = zip(seen.shape[:2], (batch, heads), strict=True)

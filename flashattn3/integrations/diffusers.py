@@ -20,7 +20,7 @@ from torch import Tensor
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ..call.arguments import window
 from ..errors import UnsupportedError, complaint, shown, value_error
-from .dense_masks import fits, is_dense, mask_of
+from .dense_masks import fits, mask_of
 from .libraries import import_library
 
 OLDEST, NEWEST = "0.35", "0.42"  # releases of diffusers that the tests cover
@@ -161,7 +161,8 @@ def attention(
 
 def _check_mask(mask: Tensor, query: Tensor, key: Tensor, window_size: tuple[int, int]) -> None:
     batch, rows, heads, keys = *query.shape[:3], key.shape[1]
-    fit = is_dense(mask) and any(fits(mask, batch, *of, keys) for of in ((1, 1), (heads, rows)))
+    fit = mask.dtype == torch.bool and mask.ndim == 4
+    fit = fit and any(fits(mask, batch, *of, keys) for of in ((1, 1), (heads, rows)))
     if not fit:
         wanted = (
             f"bool ({batch} or 1, 1, 1, {keys}) or ({batch} or 1, {heads} or 1, {rows}, {keys})"

@@ -30,7 +30,7 @@ from ..masks import Mask
 from ..modes import is_watched
 from ..run.bhsd import attend_like_before, call_operator, is_compiled
 from ..run.launches import Further, attend_kept
-from .dense_masks import fits, is_dense, mask_of
+from .dense_masks import fits, mask_of
 from .libraries import import_library
 from .masks import mask
 from .packed_positions import edges_of_positions, edges_of_traced_positions
@@ -126,14 +126,14 @@ def attention(
         _refuse(dropout, others)
     batch, _, length, _ = query.shape
     lengths = length, key.shape[2]
-    if attention_mask is not None and attention_mask.is_floating_point():
+    if attention_mask is not None and attention_mask.dtype.is_floating_point:
         bias = attention_mask[..., : lengths[1]]  # as in transformers' eager attention
         bias = bias if position_bias is None else bias + position_bias
         return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         segments = Segments(causal, -1 if sliding_window is None else sliding_window - 1)
-    elif is_dense(attention_mask):
+    elif attention_mask.dtype == torch.bool and attention_mask.ndim == 4:
         segments = Segments(False, dense=attention_mask)
     else:
         segments = Segments.of_mask(attention_mask, batch, lengths, module)
