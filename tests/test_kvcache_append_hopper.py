@@ -22,6 +22,7 @@ from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.backends.triton.cached import TritonCachedCall
 from flashattn3.call.cached import AppendOptions, AppendTensors, describe_append
 from flashattn3.call.metadata import metadata_of
+from flashattn3.call.tensor_fields import APPEND_TENSORS
 from flashattn3.run import cached_plans
 from flashattn3.run.planner import choose
 
@@ -51,6 +52,11 @@ def tensors_of(dtype=torch.bfloat16, d=DIM, **changes) -> AppendTensors:
         **{name: ints(0, 0) for name in ("cache_seqlens", "cache_batch_idx", "rotary_seqlens")},
     }
     return AppendTensors(**like)._replace(**changes)
+
+
+def of_operator(tensors: AppendTensors) -> tuple:
+    """Those that the compiled kernel takes: it writes no descales."""
+    return tensors[: len(APPEND_TENSORS)]
 
 
 def problem_of(options=NAMED, **changes):
@@ -110,11 +116,11 @@ def test_what_an_append_passes_to_the_operator(on_hopper):
     named = {
         name: x
         for name, x in given._asdict().items()
-        if name not in ("k", "v", "k_cache", "v_cache", "q_out")
+        if name not in ("k", "v", "k_cache", "v_cache") and not name.endswith("_out")
     }
     rotated = append_kvcache(*given[:4], **named, rotary_interleaved=False)
     ((name, arguments),) = on_hopper
-    wanted = (*given._replace(q_out=rotated), -1, False, False)
+    wanted = (*of_operator(given._replace(q_out=rotated)), -1, False, False)
     assert name == "append" and len(arguments) == len(wanted)
     assert all(a is b for a, b in zip(arguments, wanted, strict=True))
     append_kvcache(*given[:4], cache_seqlens=7)
@@ -157,7 +163,12 @@ def operator():
 def test_the_operator_takes_the_tensors_of_an_append(operator):
     arguments = torch.ops.flashattn3_hopper.append.default._schema.arguments
     names = [argument.name for argument in arguments]
-    assert names == [*AppendTensors._fields, "seqlen", "rotary_interleaved", "one_q_position"]
+    assert names == [
+        *(field.name for field in APPEND_TENSORS),
+        "seqlen",
+        "rotary_interleaved",
+        "one_q_position",
+    ]
     written = [argument.name for argument in arguments if argument.is_write]
     assert written == ["k_cache", "v_cache", "q_out"]
 
@@ -206,7 +217,7 @@ CALLS = [
 @pytest.mark.parametrize(("changes", "said"), CALLS, ids=[said for _, said in CALLS])
 def test_wrong_tensors_are_named(operator, changes, said):
     with pytest.raises(RuntimeError, match=re.escape(f"append: {said}")):
-        operator(*tensors_of(**changes), -1, True, False)
+        operator(*of_operator(tensors_of(**changes)), -1, True, False)
 
 
 def test_ragged_tensors_are_checked(operator):
@@ -221,7 +232,8 @@ def test_ragged_tensors_are_checked(operator):
         ({"v": k[:4]}, "v.shape must be (5, 4, 64), got (4, 4, 64)"),
     ):
         with pytest.raises(RuntimeError, match=re.escape(f"append: {said}")):
-            operator(*tensors_of(**ragged, **edges)._replace(**changes), -1, True, False)
+            given = tensors_of(**ragged, **edges)._replace(**changes)
+            operator(*of_operator(given), -1, True, False)
 
 
 @needs_hopper

@@ -55,6 +55,7 @@ from flashattn3.call.operands import Tensors
 from flashattn3.call.operands import metadata_of as metadata_of_input
 from flashattn3.call.problem import describe
 from flashattn3.call.scheduler_metadata import HEADER, MAGIC, PER_SEQUENCE
+from flashattn3.call.tensor_fields import DECODE_TENSORS
 from flashattn3.run import cached_plans
 from flashattn3.run.planner import choose
 
@@ -374,7 +375,7 @@ def call_of(**changes):
         **changes,
     }
     numbers = [-1, 0, -1, 0]
-    return [given["lse"], *numbers, *map(given.get, DecodeTensors._fields)]
+    return [given["lse"], *numbers, *(given.get(field.name) for field in DECODE_TENSORS)]
 
 
 INTS = torch.zeros(B, dtype=torch.int32)

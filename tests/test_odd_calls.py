@@ -162,6 +162,12 @@ def within_float32(value: float) -> bool:
     return value == 0 or 2.0**-100 <= abs(value) <= 2.0**100
 
 
+def span(value: object) -> object:
+    """A multiple of 128, which 8 bits refuse."""
+    tokens = integer(1)(value)
+    return EITHER if tokens is not ILLEGAL and tokens % 128 == 0 else ILLEGAL
+
+
 LEGAL: dict[str, Callable[[object], object]] = {
     "softmax_scale": optional(real(within_float32)),
     "causal": boolean,
@@ -170,6 +176,7 @@ LEGAL: dict[str, Callable[[object], object]] = {
     "attention_chunk": integer(0, 0),
     "softcap": real(lambda value: value >= 0),
     "num_splits": lambda value: 0 if value is None else integer(-(2**63), 256)(value),
+    "split_tokens": optional(span),
     "pack_gqa": optional(boolean),
     "deterministic": boolean,
     "sm_margin": integer(0),
@@ -567,16 +574,17 @@ def test_there_are_many_odd_calls():
 
 
 def test_every_public_function_is_called():
-    """But cached calls, whose odd arguments are those of tests/test_kvcache_arguments.py, and the
-    two passes, which take those of calls and are called in tests/test_passes.py."""
-    passes = {"flash_attn_forward", "flash_attn_backward"}
+    """But cached calls, whose odd arguments are those of tests/test_kvcache_arguments.py, and those
+    of which other files have tables: test_passes.py, test_flex.py, test_rotate_and_quantize.py."""
+    elsewhere = {"flash_attn_forward", "flash_attn_backward"}
+    elsewhere |= {"flex_attention", "rotate_and_quantize"}
     functions = {
         name
         for name in flashattn3.__all__
         if inspect.isfunction(getattr(flashattn3, name))
         if not re.search("kvcache|cached", getattr(flashattn3, name).__module__)
     }
-    assert functions - passes == {call.function.__name__ for call in CALLS.values()}
+    assert functions - elsewhere == {call.function.__name__ for call in CALLS.values()}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -67,12 +67,13 @@ def spans_reason(problem: Problem) -> str | None:
     """Why split_tokens cannot keep its promise for a call without a cache, or None."""
     if problem.split_tokens is None:
         return None
+    asked = f"split_tokens={problem.split_tokens}"
     if problem.dtype in EIGHT_BIT:
-        return "split_tokens: a block of tokens shares a descale of its 8 bits"
+        return f"{asked}: a block of tokens shares a descale of its 8 bits"
     if problem.q.has_seqused:
-        return "split_tokens: takes no sequences with seqused_q"
+        return f"{asked}: takes no sequences with seqused_q"
     others = [name for name in problem.score_options if name != "sinks"]
-    return f"split_tokens: takes no {others[0]}" if others else None
+    return f"{asked}: takes no {others[0]}" if others else None
 
 
 def packed_rows_of(problem: Problem) -> int:
