@@ -137,14 +137,16 @@ def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
 def test_what_is_swept_is_launched_on_another_chip(chip):
     from flashattn3.backends.triton.cache_tiles import select_tile
 
-    for shape in SHAPES.keys() - {HEAVIEST}:
+    for shape in (shape for shape in SHAPES if is_swept(chip, shape)):
         problem, _ = problems_of(shape)
         tiles = [select_tile(problem, device) for device in (chip, ALIKE[chip])]
-        assert tiles[0]._replace(num_ctas=0, arch=None) == tiles[1]._replace(num_ctas=0, arch=None)
+        of_chip = {"num_ctas": 0, "arch": None, "native_fp8": False}
+        assert tiles[0]._replace(**of_chip) == tiles[1]._replace(**of_chip)
 
 
 def is_swept(chip: DeviceInfo, shape: str) -> bool:
-    return chip in ALIKE and shape != HEAVIEST
+    converts = "e4m3" in shape and chip == RTX3090  # which has no e4m3, as L4 has
+    return chip in ALIKE and shape != HEAVIEST and not converts
 
 
 KERNELS = [
