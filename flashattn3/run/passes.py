@@ -13,11 +13,11 @@ from ..call.arguments import expect_strided
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
+    LEARNED,
     NUM_TENSORS,
     Tensors,
     check_tensor_types,
     data_of,
-    learned_of,
     normalised,
     with_keys_in_rows,
 )
@@ -63,7 +63,8 @@ def backward_pass(
     # Keys without cu_seqlens_k were flattened to rows.
     shaped = (x.view(side.shape) for x, side in zip((dq, dk, dv), sides, strict=True))
     sums = (x if given is None else given.add_(x) for x, given in zip(shaped, sums, strict=True))
-    given = zip(others, learned_of(tensors), strict=False)
+    learned = [tensors[i] for i in LEARNED]  # the compiler traces no itemgetter
+    given = zip(others, learned, strict=False)
     return (*sums, *(x for x, of in given if of is not None))
 
 
