@@ -88,8 +88,6 @@ def mask(
             f"{shown(attention_mask)}; {INSTEAD}"
         )
     causal, compiling = allow_is_bidirectional_skip is None, torch.compiler.is_compiling()
-    if config is not None and not compiling:
-        expect_attention(config, (id(config), get_ident(), causal, local_size))
     given = {"batch_size": batch_size, "kv_length": kv_length, "mask_function": mask_function}
     given |= {"kv_offset": kv_offset, "attention_mask": attention_mask}
     if cache_position is None:
@@ -103,7 +101,9 @@ def mask(
     if other is not None:
         if compiling:
             raise UnsupportedError(other)
-        return dense_mask(given)
+        return dense_mask(given)  # which any attention reads
+    if config is not None and not compiling:
+        expect_attention(config, (id(config), get_ident(), causal, local_size))
     made = _mask_of_segments(
         batch_size, kv_length, mask_function, q_length, q_offset, kv_offset, attention_mask,
         local_size, allow_is_causal_skip, config, device, causal,
