@@ -140,7 +140,7 @@ def test_a_mask_of_a_user_is_not_read_as_segments():
             mask = torch.ones(sizes, dtype=torch.int32).to(dtype)
             if dtype == torch.bool and sizes[0] != 4 and sizes[2:] == (4, 6):
                 continue
-            with pytest.raises(UnsupportedError, match="attention_mask must be (None, or 2-|for)"):
+            with pytest.raises(UnsupportedError, match=r"attention_mask must be (None, or 2-|for)"):
                 fa3.attention(layer, q, k, k, mask)
 
 
