@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ..call import hadamard as rotation
 from ..call import permuted_v
-from ..call.arguments import boolean, expect_strided, integer, length
+from ..call.arguments import boolean, expect_strided, integer
 from ..call.block_scaled import LAYOUTS, BlockScaled
 from ..call.dtypes import EIGHT_BIT, FP8, INT8
 from ..call.quantization_limits import BLOCKS
-from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
-from ..modes import is_traced, refuse_gradients
+from ..modes import refuse_gradients
+from .lengths import checked_lengths
 
 KINDS = ("q", "k", "v")
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -69,7 +69,7 @@ def quantize_block_fp8(
     hadamard = boolean(_FUNCTION, "hadamard", hadamard)
     smooth = boolean(_FUNCTION, "smooth", smooth)
     _check(x, block, hadamard, kind, dtype, layout, smooth)
-    max_seqlen = _checked_lengths(x, cu_seqlens, max_seqlen)
+    max_seqlen = checked_lengths(_FUNCTION, "x", x, cu_seqlens, max_seqlen)
     refuse_gradients(_FUNCTION, x=x)
     # Imported here: the backends import the problem of a call, which may hold a BlockScaled.
     from . import dispatch
@@ -151,30 +151,3 @@ def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
 def _expect_one_of(name: str, value: object, legal: tuple) -> None:
     found = any(value is each or (type(value) is type(each) and value == each) for each in legal)
     expect(found, _FUNCTION, name, f"one of {legal}", repr(value))
-
-
-def _checked_lengths(
-    x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None
-) -> int | None:
-    """Check and return max_seqlen of a varlen batch, at most the total; None for a dense batch."""
-    varlen, name = cu_seqlens is not None, "cu_seqlens"
-    if varlen and not isinstance(cu_seqlens, Tensor):
-        raise type_error(_FUNCTION, name, "a torch.Tensor", shown(cu_seqlens))
-    wanted = "3 with cu_seqlens" if varlen else "4 without cu_seqlens"
-    expect(x.ndim == 4 - varlen, _FUNCTION, "x.ndim", wanted, x.ndim)
-    if varlen != (max_seqlen is not None):
-        wanted = "given with cu_seqlens and only then"
-        raise value_error(_FUNCTION, "max_seqlen", wanted, shown(max_seqlen))
-    if not varlen:
-        return None
-    if cu_seqlens.dtype != torch.int32:
-        raise type_error(_FUNCTION, f"{name}.dtype", torch.int32, cu_seqlens.dtype)
-    shape, wanted = tuple(cu_seqlens.shape), "(batch + 1,), at least (1,)"
-    expect(len(shape) == 1 and shape[0] >= 1, _FUNCTION, f"{name}.shape", wanted, shape)
-    found, wanted = cu_seqlens.device, f"{x.device} as x's"
-    expect(found == x.device, _FUNCTION, f"{name}.device", wanted, found)
-    longest = length(_FUNCTION, "max_seqlen", max_seqlen)
-    if is_checked(x.device) and not is_traced():
-        lengths = check_edges(_FUNCTION, name, cu_seqlens, x.shape[0])
-        check_longest(_FUNCTION, "max_seqlen", longest, lengths)
-    return x.shape[0] if longest is None else min(longest, x.shape[0])

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.arguments import boolean, expect_strided, integer, length, real
+from ..call.arguments import boolean, expect_strided, integer, real
 from ..call.block_scaled import BlockScaled
 from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype
 from ..call.hadamard import is_rotatable
 from ..call.quantization_limits import BLOCKS
-from ..call.value_checks import check_edges, check_longest, is_checked
-from ..errors import expect, shown, type_error, value_error
+from ..call.value_checks import is_checked
+from ..errors import expect, shown, type_error
 from ..modes import is_traced, refuse_gradients
 from .embedding import Embedding
+from .lengths import checked_lengths
 
 _FUNCTION = "rotate_and_quantize"
 
@@ -75,7 +76,7 @@ def rotate_and_quantize(
     expect(fits, _FUNCTION, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
     expect(not (smooth_k and k is None), _FUNCTION, "smooth_k", "False without k", smooth_k)
     expect(k_norm is None or k is not None, _FUNCTION, "k_norm", "None without k", "a tensor")
-    longest = _checked_lengths(q, cu_seqlens, max_seqlen)
+    longest = checked_lengths(_FUNCTION, "q", q, cu_seqlens, max_seqlen)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             _expect_tensor(name, weight, q, (q.shape[-1],))
@@ -138,27 +139,6 @@ def _expect_tensor(
         raise type_error(_FUNCTION, f"{name}.dtype", f"one of {dtypes}", x.dtype)
     expect(tuple(x.shape) == shape, _FUNCTION, f"{name}.shape", shape, tuple(x.shape))
     expect(x.device == q.device, _FUNCTION, f"{name}.device", f"{q.device} as q's", x.device)
-
-
-def _checked_lengths(
-    q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None
-) -> int | None:
-    """max_seqlen of a varlen batch, at most the total."""
-    varlen = cu_seqlens is not None
-    wanted = "3 with cu_seqlens" if varlen else "4 without cu_seqlens"
-    expect(q.ndim == 4 - varlen, _FUNCTION, "q.ndim", wanted, q.ndim)
-    if varlen != (max_seqlen is not None):
-        wanted = "given with cu_seqlens and only then"
-        raise value_error(_FUNCTION, "max_seqlen", wanted, shown(max_seqlen))
-    if not varlen:
-        return None
-    batch = cu_seqlens.shape[0] if isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 else 1
-    _expect_tensor("cu_seqlens", cu_seqlens, q, (max(batch, 1),), (torch.int32,))
-    longest = length(_FUNCTION, "max_seqlen", max_seqlen)
-    if is_checked(q.device) and not is_traced():
-        lengths = check_edges(_FUNCTION, "cu_seqlens", cu_seqlens, q.shape[0])
-        check_longest(_FUNCTION, "max_seqlen", longest, lengths)
-    return q.shape[0] if longest is None else min(longest, q.shape[0])
 
 
 def _check_rotary(q, cos, sin, positions, cu_seqlens, longest: int | None) -> None:
