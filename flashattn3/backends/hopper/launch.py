@@ -126,7 +126,7 @@ def _with_scores(problem: Problem, library: Library, handle: Tensor) -> Callable
 
 
 def _no_logit(q: Tensor, num_heads: int) -> Tensor:
-    """What a kernel that looks for the largest score starts with."""
+    """Return max_logit before a kernel has seen a score: -inf for each head."""
     return q.new_full((num_heads,), -inf, dtype=torch.float32)
 
 

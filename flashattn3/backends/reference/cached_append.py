@@ -53,7 +53,7 @@ def append(problem: AppendProblem, tensors: AppendTensors, lengths: Lengths) -> 
 
 
 def _tokens_of(x: Tensor, edges: Tensor | None, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row of x: its sequence, its index there, and whether a sequence has it."""
+    """Return the sequence of each row of x, the index in it, and whether a sequence has the row."""
     total = math.prod(x.shape[:-2])
     row = torch.arange(total, device=x.device)
     if edges is None:
