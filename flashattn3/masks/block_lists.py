@@ -8,7 +8,6 @@ so lists are built on the device, without waiting for it, and inside a CUDA grap
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,7 @@ HIDDEN, PARTIAL, FULL = 0, 1, 2
 _CHUNK, _CHUNK_OF_WORDS = 2**11, 2**15
 
 
-@dataclass(frozen=True, eq=False)
-class BlockLists:
+class BlockLists(NamedTuple):
     """entries: int32 (batch | 1, heads | 1, row blocks, column blocks), a permutation of the column
         blocks for each row block: full blocks, then partial ones, each in ascending order, then
         hidden ones.
@@ -52,8 +50,7 @@ class Places(NamedTuple):
     column: Tensor
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """The blocks of a mask of rows x columns scores, for each batch_idx and head."""
 
     batch: int

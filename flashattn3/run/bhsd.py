@@ -34,7 +34,7 @@ from ..modes import (
 from .derivative import differentiable, differentiable_gradient, or_zeros
 from .doors import attend, launch_cache
 from .launches import LaunchCache
-from .operator_rules import under_autocast
+from .operator_rules import register_fake, under_autocast
 from .operators import backward_of, fake_backward_of, fake_forward_of, have_data, launch_of
 
 FUNCTION = "flash_attn_bhsd_func"
@@ -253,16 +253,16 @@ def _run_backward_of(in_force: _InForce, dout, dlse, out, lse, *arguments):
     return _backward(backward_of, _known_options, in_force, dout, dlse, out, lse, *arguments)
 
 
-@torch.library.register_fake("flashattn3::forward_bhsd")
 def _forward_fake(*arguments):
     return _forward(fake_forward_of, _options, *arguments)
 
 
-@torch.library.register_fake("flashattn3::backward_bhsd")
 def _backward_fake(*arguments):
     return _backward(fake_backward_of, _options, _in_force(), *arguments)
 
 
+register_fake(["flashattn3::forward_bhsd"], _forward_fake)
+register_fake(["flashattn3::backward_bhsd"], _backward_fake)
 torch.library.impl("flashattn3::forward_bhsd", "CompositeExplicitAutograd", _run_forward)
 torch.library.impl("flashattn3::backward_bhsd", "CompositeExplicitAutograd", _run_backward)
 

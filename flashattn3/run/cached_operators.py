@@ -39,6 +39,7 @@ from .cached_plans import (
     result_shapes,
     run_checked,
 )
+from .operator_rules import register_fake
 
 _LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
 _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields)
@@ -153,19 +154,21 @@ def _combine(out, lse, out_partial, lse_partial, backend, function):
     combine_of(out, lse, out_partial, lse_partial, _in_force(backend), function)
 
 
-@torch.library.register_fake("flashattn3::decode")
 def _decode_fake(out, lse, *arguments):
     tensors, lengths, options = unpacked_decode(arguments)
     check_decode(tuple(map(metadata_of, tensors)), options, lengths)
 
 
-@torch.library.register_fake("flashattn3::append")
 def _append_fake(*arguments):
     tensors, lengths, options = unpacked_append(arguments)
     check_append(tuple(map(metadata_of, tensors)), options, lengths)
 
 
-@torch.library.register_fake("flashattn3::combine")
 def _combine_fake(out, lse, out_partial, lse_partial, backend, function):
     parts = metadata_of(out_partial), metadata_of(lse_partial)
     check_combine(function, *parts, "out.dtype", out.dtype)
+
+
+register_fake(["flashattn3::decode"], _decode_fake)
+register_fake(["flashattn3::append"], _append_fake)
+register_fake(["flashattn3::combine"], _combine_fake)

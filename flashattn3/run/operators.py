@@ -40,7 +40,7 @@ from ..call.problem import check, describe, in_rows
 from ..call.selection import ANY, named_backend
 from ..call.value_checks import check_values, is_checked
 from ..modes import is_traced, no_fp8_gradient
-from .operator_rules import recorded, warn_of_reference
+from .operator_rules import recorded, register_fake, warn_of_reference
 from .planner import Plan, choose
 
 if TYPE_CHECKING:
@@ -319,8 +319,7 @@ def fake_forward_of(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]
     return out, q.new_empty(heads_and_rows, dtype=lse_dtype)
 
 
-for _name in FORWARDS:
-    torch.library.register_fake(_name, _forward_fake)
+register_fake(FORWARDS, _forward_fake)
 
 
 def _backward_fake(dout, dlse, out, lse, *arguments):
@@ -332,8 +331,7 @@ def _backward_fake(dout, dlse, out, lse, *arguments):
     return (*gradients, *(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in others))
 
 
-for _name in BACKWARDS:
-    torch.library.register_fake(_name, _backward_fake)
+register_fake(BACKWARDS, _backward_fake)
 
 
 def fake_backward_of(dout, dlse, out, lse, tensors: Tensors, options: Options):
