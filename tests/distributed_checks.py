@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,7 @@ def check_dtensor(mesh) -> None:
             assert x.placements == part.placements
             torch.testing.assert_close(x.full_tensor(), y)
     check_masks(mesh, tensors)
+    check_scores(mesh, tensors)
     one_head = [distribute_tensor(x, mesh, [Shard(2)]) for x in inputs((2, 1, 1), rows=24)]
     expected = flash_attn_func(*inputs((2, 1, 1), rows=24))
     torch.testing.assert_close(flash_attn_func(*one_head).full_tensor(), expected)
@@ -142,17 +144,39 @@ def check_masks(mesh, tensors) -> None:
             for x, y in zip(found, gradients, strict=True):
                 assert x.placements == (placement,), x.placements
                 torch.testing.assert_close(x.full_tensor(), y)
-    parts = [distribute_tensor(x, mesh, [Shard(2)]) for x in tensors]
-    mask = dtensor.replicated(mask, mesh)
-    out, highest = flash_attn_func(*parts, mask=mask, return_max_logit=True)
-    wanted = flash_attn_func(*tensors, mask=masks.from_bool(seen), return_max_logit=True)
-    torch.testing.assert_close((out.full_tensor(), highest.full_tensor()), wanted)
-    sinks = distribute_tensor(torch.zeros(4), mesh, [Replicate()])
-    try:
-        flash_attn_func(*parts, sinks=sinks)
-        raise SystemExit("sinks of a DTensor were taken")
-    except UnsupportedError as error:
-        assert "sinks must be None beside DTensors" in str(error)
+
+
+def check_scores(mesh, tensors) -> None:
+    """Sinks, slopes and a bias, of all or of each sequence and head, and the largest score."""
+    generator = torch.Generator().manual_seed(2)
+    normal = partial(torch.randn, generator=generator)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    for given in (
+        {"sinks": normal(4), "alibi_slopes": slopes, "bias": normal(2, 4, 24, 24)},
+        {"alibi_slopes": slopes * torch.tensor([[1.0], [2.0]]), "bias": normal(1, 4, 24, 24)},
+        {"sinks": normal(4), "bias": normal(2, 1, 24, 24)},
+        {"bias": normal(1, 1, 24, 24)},
+    ):
+        learned = [name for name in given if name != "alibi_slopes"]
+
+        def run(place, given=given, learned=learned):
+            leaves = [place(x, 0).requires_grad_() for x in tensors]
+            more = {
+                name: place(x, name).requires_grad_(name in learned) for name, x in given.items()
+            }
+            out, highest = flash_attn_func(*leaves, **more, return_max_logit=True)
+            wanted = [*leaves, *(more[name] for name in learned)]
+            return [out, highest, *torch.autograd.grad(out.square().sum(), wanted)]
+
+        expected = run(lambda x, _: x.clone())
+        for placement in (Shard(0), Shard(2), Replicate()):
+
+            def place(x, name, placement=placement):
+                of = placement if name == 0 else Replicate()
+                return distribute_tensor(x, mesh, [of])
+
+            for x, y in zip(run(place), expected, strict=True):
+                torch.testing.assert_close(x.full_tensor(), y)
 
 
 class Block(torch.nn.Module):

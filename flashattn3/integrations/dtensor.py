@@ -23,8 +23,10 @@ def register() -> None:
     the KV heads evenly, and replicated; other placements are redistributed to one of these, but a
     sharded sequence raises UnsupportedError: torch's ``context_parallel`` with
     ``flashattn3.integrations.torch`` computes that. Calling again has no effect. For varlen calls
-    use ``torch.distributed.tensor.experimental.local_map``. A mask is passed as ``replicated``
-    gives it; with return_max_logit all devices compute all of the call.
+    use ``torch.distributed.tensor.experimental.local_map``. sinks, alibi_slopes and bias are
+    DTensors too; each device reads their part of its batch or heads. Where devices share sinks or
+    a bias their gradients are partial sums, and max_logit is then a partial maximum. A mask is
+    passed as ``replicated`` gives it.
     """
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -53,19 +55,14 @@ def replicated(mask: Mask, mesh) -> Mask:
 
 def _check(function: str, name: str, tensor: torch.Tensor) -> None:
     """Raise for a DTensor that has no sharding rule. function: the one that was called."""
-    if name.startswith("mask"):
+    if name in ("sinks", "alibi_slopes") or name.startswith("mask"):
         return
-    if name in ("sinks", "alibi_slopes", "bias"):
-        raise UnsupportedError(
-            f"{function}: {name} must be None beside DTensors, got one: it has no sharding rule; "
-            "use torch.distributed.tensor.experimental.local_map"
-        )
     if tensor.ndim != 4:
         raise UnsupportedError(
             f"{function}: {name} must be a local tensor, got a DTensor: sequences have no sharding "
             "rule; use torch.distributed.tensor.experimental.local_map"
         )
-    if any(placement.is_shard(1) for placement in tensor.placements):
+    if name != "bias" and any(placement.is_shard(1) for placement in tensor.placements):
         raise UnsupportedError(
             f"{function}: {name} must be sharded along batch or heads, got a sharded sequence: use "
             "torch.distributed.tensor.experimental.context_parallel with "
@@ -73,30 +70,52 @@ def _check(function: str, name: str, tensor: torch.Tensor) -> None:
         )
 
 
+# The axes of batch and of heads in what has them elsewhere than q, k, v and out.
+_AXES = {
+    **dict.fromkeys(("lse", "dlse", "bias", "dbias", *_LISTS), (0, 1)),
+    **dict.fromkeys(("sinks", "dsinks", "max_logit"), (None, 0)),
+    **dict.fromkeys(_TILES, (None, None)),
+}
+# How an output is joined that devices share.
+_REDUCTIONS = {"dsinks": "sum", "dbias": "sum", "max_logit": "max"}
+
+
 def _shardings(operator, outputs: tuple[str, ...], *arguments) -> list:
     """Placements on one axis of the mesh: replicated, by batch and by heads."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments, strict=False))
-    tensors = {name for name, value in given.items() if hasattr(value, "placements")}
+    asked = {
+        "dsinks": given.get("sinks"),
+        "dbias": given.get("with_dbias"),
+        "max_logit": given.get("return_max_logit"),
+    }
 
-    whole = (*_TILES, "max_logit", "dsinks", "dbias")  # alike on all devices
+    def axis_of(name: str, by_heads: bool) -> int | None:
+        """None: all devices have all of it."""
+        if name == "alibi_slopes":  # (heads,) or (batch, heads)
+            return len(given[name].shape) - 1 if by_heads else len(given[name].shape) - 2
+        axis = _AXES.get(name, (0, 2))[by_heads]
+        source = "bias" if name == "dbias" else name
+        shared = source in ("bias", *_LISTS) and given[source].shape[axis] == 1
+        return None if shared else axis
 
-    def along(axis: int | None) -> tuple[list, list]:
+    def along(by_heads: bool | None) -> tuple[list, list]:
         def place(name: str):
-            if axis is None or name in whole:
+            if by_heads is None or not asked.get(name, True):
                 return Replicate()
-            if name in _LISTS:
-                own = {0: 0, 2: 1}[axis]
-                return Replicate() if given[name].shape[own] == 1 else Shard(own)
-            return Shard(1 if name in ("lse", "dlse") and axis == 2 else axis)
+            axis = axis_of(name, by_heads)
+            if axis is not None and axis >= 0:
+                return Shard(axis)
+            return Partial(_REDUCTIONS[name]) if name in _REDUCTIONS else Replicate()
 
-        inputs = [place(name) if name in tensors else None for name in names[: len(arguments)]]
+        inputs = [
+            place(name) if hasattr(given[name], "placements") else None
+            for name in names[: len(arguments)]
+        ]
         return [place(name) for name in outputs], inputs
 
     k = given["k"]
     even = all(k.shape[2] % size == 0 for size in k.mesh.shape)
-    if given.get("return_max_logit"):
-        return [along(None)]
-    return [along(None), along(0), *([along(2)] if even else [])]
+    return [along(None), along(False), *([along(True)] if even else [])]
