@@ -92,7 +92,7 @@ def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
     }
 
     def checked(name: str) -> tuple[Call, Record]:
-        call = _prepared(cell, inputs, attends[name])
+        call = _prepared(cell, inputs, attends[name], heads_first=name == FLEX)
         factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
         for of, got, *wanted in zip(RESULTS[cell.direction], call(), *expected, strict=True):
             check(of, got[-1, :, -1], *wanted, factor, cell.case.name, name)
@@ -109,22 +109,27 @@ def _flex(shape: Shape, n: int, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     block_mask = block_mask_of(shape, n, device)
-    attend = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
-
-    def attend_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(*heads_first, block_mask=block_mask).transpose(1, 2)
-
-    return attend_rows
+    if device.type == "cuda":
+        torch.compiler.reset()  # after 8 mask_mods it would compile no more, and compute all scores
+        flex_attention = torch.compile(flex_attention)
+    return partial(flex_attention, block_mask=block_mask)
 
 
-def _prepared(cell: Cell, inputs: Inputs, attend: Callable[..., Tensor]) -> Call:
+def _prepared(cell: Cell, inputs: Inputs, attend: Callable[..., Tensor], heads_first: bool) -> Call:
+    """A call that gives results in the axes of the inputs. heads_first: attend has the heads before
+    the tokens, in memory too."""
+    if heads_first:
+        inputs = Inputs(*(x.transpose(1, 2).contiguous() for x in inputs))
     q, k, v, dout = inputs
+
+    def turned(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.transpose(1, 2) for x in results) if heads_first else results
+
     if cell.direction == "fwd":
-        return lambda: (attend(q, k, v),)
+        return lambda: turned((attend(q, k, v),))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    return lambda: turned(torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
 def _reference(cell: Cell, inputs: Inputs, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

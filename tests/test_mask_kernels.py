@@ -99,7 +99,24 @@ SAMPLES = {
     "lengths": ("spans_of_lengths_kernel", ("i64", *SPANS), TOKENS, (8192, 12)),
     "ids": ("spans_of_ids_kernel", ("i32", *SPANS), TOKENS, (8192,)),
     "kinds": ("kinds_kernel", (*SPANS, *BLOCKS), {}, (2, 8192, 8192, 1)),
-    "bits": ("bits_kernel", ("u8", "i32", "i32", *BLOCKS), {}, (1, 8192, 8192, 1, 1, 8192, 1)),
+    "bits": (
+        "bits_kernel",
+        ("u8", None, "i32", "i32", *BLOCKS),
+        {"FULL": 1, "WHOLE": True},
+        *((1, 8192, 8192, 1, 1), (8192, 8192, 8192, 1)),
+    ),
+    "bits-of-blocks": (
+        "bits_kernel",
+        ("u8", "i32", "i32", "i32", *BLOCKS),
+        {"FULL": 2, "WHOLE": False},
+        *((1, 8192, 8192, 64, 64), (8192, 8192, 8192, 1)),
+    ),
+    "block-kinds": (
+        "block_kinds_kernel",
+        ("i32",) * 5,
+        {"BLOCKS": triton_lists.BLOCKS},
+        (64,),
+    ),
     "lists": ("lists_kernel", (*BLOCKS, "i32", "i32"), {}, (2, 8192, 8192)),
     "tiles-of-spans": (
         "tiles_kernel",
@@ -119,9 +136,9 @@ def stack_bytes(capability):
     from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     found = {}
-    for name, (kernel, types, constants, numbers) in SAMPLES.items():
+    for name, (kernel, types, constants, numbers, *strides) in SAMPLES.items():
         launch = triton_lists._launch(kernel, name, None, **constants)
-        compiled = compile_kernel(launch.sample(types, (), numbers), capability)
+        compiled = compile_kernel(launch.sample(types, *(strides or [()]), numbers), capability)
         found[name] = resources(compiled).stack_bytes
     return found
 

@@ -73,6 +73,10 @@ class Grid(NamedTuple):
         batch, heads, rows, columns = self.shape
         return batch * heads * rows * columns
 
+    @property
+    def num_scores(self) -> int:
+        return self.batch * self.heads * self.rows * self.columns
+
     def places(self, blocks: Tensor) -> Places:
         """blocks: int64 indices into a flattened tensor of ``shape``."""
         _, heads, rows, columns = self.shape

@@ -256,14 +256,13 @@ def _of_spans(grid: Grid, starts: Tensor, ends: Tensor, *most_partial: int | Non
 
 
 # Scores of a mask whose bools the kernels may read at once: 1 GiB.
-_MOST_BOOLS = 2**30
+MOST_BOOLS = 2**30
 
 
 def _of_predicate(grid: Grid, visible, like: Tensor, kinds, most_partial=(None, None)) -> Mask:
     """kinds: computes those of blocks of queries, or of blocks of keys, from the grid of that side,
     as ``assembled`` takes them. most_partial: of either side. like: a tensor on the device."""
-    num_scores = grid.batch * grid.heads * grid.rows * grid.columns
-    if 0 < num_scores <= _MOST_BOOLS and triton_lists.serve(like):
+    if 0 < grid.num_scores <= MOST_BOOLS and triton_lists.serve(like):
         bools = _bools_of(grid, visible, like.device)
         lists = triton_lists.of_bools(grid, bools, most_partial)
     else:
@@ -352,6 +351,11 @@ def blocks(
         None if rows % 128 or columns % BLOCK_COLUMNS else of.num_blocks // max(1, of.shape[-1])
         for of, rows, columns in ((grid, block_q, block_k), (grid.transposed, block_k, block_q))
     ]
+    if grid.num_scores and triton_lists.serve(selected):
+        kinds = selected.contiguous().view(torch.uint8)
+        of_selected = triton_lists.Blocks(kinds, block_q, block_k, full=1)
+        lists = triton_lists.of_bools(grid, None, tuple(most), of_selected)
+        return Mask(*lists, grid.rows, grid.columns)
     return of_block_predicate(grid, visible, selected, selected, block_q, block_k, most)
 
 

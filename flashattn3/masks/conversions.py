@@ -12,8 +12,9 @@ from ..errors import expect, shown, type_error, value_error
 from . import triton_lists
 from .arguments import checked_tensor, without_copies
 from .block_lists import Grid
-from .builders import of_block_predicate, of_predicate
+from .builders import MOST_BOOLS, of_block_predicate, of_predicate
 from .mask import Mask
+from .predicates import seen_by
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -71,6 +72,9 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     _expect_same_device(function, block_mask.mask_mod, indices.device)
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
+    grid = Grid(*indices.shape[:2], queries, keys)
+    if triton_lists.serve(indices) and 0 < grid.num_scores <= MOST_BOOLS:
+        return _by_kernels(block_mask, grid)
     partial = _dense(block_mask.kv_num_blocks, indices)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
@@ -81,10 +85,22 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
         place = batch_idx, head, query // block_q, key // block_k
         return full[place] | (partial[place] & _computed(mask_mod, batch_idx, head, query, key))
 
-    grid = Grid(*indices.shape[:2], queries, keys)
     blocks = -(-queries // block_q), -(-keys // block_k)
     partial, full = (x[..., : blocks[0], : blocks[1]] for x in (partial, full))
     return of_block_predicate(grid, visible, partial | full, full, block_q, block_k, (None, None))
+
+
+def _by_kernels(block_mask: BlockMask, grid: Grid) -> Mask:
+    block_q, block_k = block_mask.BLOCK_SIZE
+    listed = block_mask.kv_num_blocks, block_mask.kv_indices
+    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    kinds = triton_lists.kinds_of_block_mask(*listed, *full)
+    inside = (..., slice(-(-grid.rows // block_q)), slice(-(-grid.columns // block_k)))
+    blocks = triton_lists.Blocks(kinds[inside].contiguous(), block_q, block_k, full=2)
+    sizes = grid.batch, grid.heads, grid.rows, grid.columns
+    visible = seen_by(block_mask.mask_mod, *sizes, kinds.device)
+    lists = triton_lists.of_bools(grid, visible, (None, None), blocks)
+    return Mask(*lists, grid.rows, grid.columns)
 
 
 def _dense(counts: Tensor, indices: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ class Mask:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The six tensors of the mask: entries, work and tiles of queries, then those of keys."""
-        lists = self.of_queries, self.of_keys
-        return tuple(x for of in lists for x in (of.entries, of.work, of.tiles))
+        q, k = self.of_queries, self.of_keys
+        return q.entries, q.work, q.tiles, k.entries, k.work, k.tiles
 
     @property
     def nbytes(self) -> int:

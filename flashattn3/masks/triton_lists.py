@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
 TOKENS = 128  # of a program that looks for the documents of tokens
+BLOCKS = 64  # entries of a block mask that a program reads at once
 OLDEST = 8, 0  # compute capability
 
 
@@ -49,8 +50,8 @@ def _launch(name: str, source: str, index: int | None, **constants: object) -> V
     from ..backends.triton.kernels import mask_lists
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
-    num_warps = {"bits_kernel": 8}.get(name, 4)
-    return VariableLaunch(getattr(mask_lists, name), 16, constants, {"num_warps": num_warps})
+    options = {"num_warps": {"bits_kernel": 8, "block_kinds_kernel": 1}.get(name, 4)}
+    return VariableLaunch(getattr(mask_lists, name), 16, constants, options)
 
 
 def spans_of_documents(
@@ -63,7 +64,8 @@ def spans_of_documents(
     given = (ids if lengths is None else lengths).contiguous()
     batch, device = given.shape[0], given.device
     shape = batch, 1, seqlen, 1
-    starts, ends = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
+    starts = torch.empty(shape, dtype=torch.int32, device=device)
+    ends = torch.empty(shape, dtype=torch.int32, device=device)
     name, numbers = "spans_of_ids_kernel", (seqlen,)
     if lengths is not None:
         name, numbers = "spans_of_lengths_kernel", (seqlen, given.shape[1])
@@ -82,76 +84,137 @@ def of_spans(
         overlap. most_partial: of either side, a bound on the number of partial blocks.
     """
     starts, ends = starts.int().contiguous(), ends.int().contiguous()
-    sides, n, device = _Sides.of(grid), starts.shape[-1], starts.device
-    kinds, work = sides.kinds_and_work(device, torch.empty)
+    sizes, n, device = _sizes_of(grid, most_partial), starts.shape[-1], starts.device
     with on_device(starts):
+        kinds, work = sizes.kinds_and_work(device, torch.empty)
         launch = _launch("kinds_kernel", "spans", device.index)
-        launch(sides.lists, (starts, ends, *kinds, *work), (), (*sides.sizes, n))
-        return _listed(sides, kinds, work, (starts, ends, None, None), n, most_partial)
+        launch(sizes.lists, (starts, ends, *kinds, *work), (), (*sizes.of_masks, n))
+        return _listed(sizes, kinds, work, (starts, ends, None, None), n)
+
+
+class Blocks(NamedTuple):
+    """kinds: integers (batch, heads, blocks of queries, blocks of keys), contiguous, of blocks of
+    block_q x block_k scores: ``full`` shows all, 0 none, and 1 some unless it is ``full``."""
+
+    kinds: Tensor
+    block_q: int
+    block_k: int
+    full: int
+
+
+def kinds_of_block_mask(
+    counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None
+) -> Tensor:
+    """``Blocks.kinds`` of the blocks that a block mask lists, where 2 is full: int32, of the shape
+    of indices, of which the first ``counts`` of each list count. All are int32."""
+    given = (
+        x if x is None else x.contiguous() for x in (counts, indices, full_counts, full_indices)
+    )
+    kinds, columns = torch.zeros_like(indices), indices.shape[-1]
+    with on_device(indices):
+        launch = _launch(
+            "block_kinds_kernel", str(full_counts is None), indices.device.index, BLOCKS=BLOCKS
+        )
+        launch((counts.numel(), 1, 1), (*given, kinds), (), (columns,))
+    return kinds
 
 
 def of_bools(
-    grid: Grid, visible: Tensor, most_partial: tuple[int | None, int | None]
+    grid: Grid,
+    visible: Tensor | None,
+    most_partial: tuple[int | None, int | None],
+    blocks: Blocks | None = None,
 ) -> tuple[BlockLists, BlockLists]:
-    """The same of a bool tensor (batch, heads, queries, keys) with any strides, read once."""
-    device, sides = visible.device, _Sides.of(grid)
-    kinds, work = sides.kinds_and_work(device, torch.zeros)
-    words = [
-        torch.empty((prod(shape), BLOCK_ROWS), dtype=torch.int64, device=device)
-        for shape in sides.shapes
-    ]
-    num_masks, queries, keys = sides.sizes
-    tiles = -(-keys // BLOCK_ROWS), -(-queries // BLOCK_ROWS), num_masks
-    with on_device(visible):
-        launch = _launch("bits_kernel", "bools", device.index)
+    """The same of a bool tensor (batch, heads, queries, keys) with any strides, read once.
+
+    blocks: visible counts in those that show some of their scores; it may be None if none do.
+    """
+    source = blocks.kinds if visible is None else visible
+    device, sizes = source.device, _sizes_of(grid, most_partial)
+    of_visible, strides, kind, of_blocks, numbers, full, whole = (
+        None,
+        (0,) * 4,
+        "",
+        None,
+        (1, 1),
+        1,
+        True,
+    )
+    if visible is not None:
+        of_visible, strides = visible.view(torch.uint8), visible.stride()
+    if blocks is not None:
+        of_blocks, *numbers, full = blocks
+        kind, whole = str(of_blocks.dtype), all(x % BLOCK_ROWS == 0 for x in numbers)
+    with on_device(source):
+        kinds, work = sizes.kinds_and_work(device, torch.zeros)
+        words = [
+            torch.empty((count, BLOCK_ROWS), dtype=torch.int64, device=device)
+            for count in sizes.num_blocks
+        ]
+        source = f"{visible is None} {kind}"
+        launch = _launch("bits_kernel", source, device.index, FULL=full, WHOLE=whole)
         of_words = (x.view(torch.int32) for x in words)
-        tensors = visible.view(torch.uint8), *of_words, *kinds, *work
-        launch(tiles, tensors, (), (grid.heads, queries, keys, *visible.stride()))
-        return _listed(sides, kinds, work, (None, None, *words), 0, most_partial)
+        tensors = of_visible, of_blocks, *of_words, *kinds, *work
+        launch(sizes.pairs, tensors, strides, (grid.heads, grid.rows, grid.columns, *numbers))
+        return _listed(sizes, kinds, work, (None, None, *words), 0)
 
 
-class _Sides(NamedTuple):
-    """shapes: of the blocks of queries and of the blocks of keys. sizes: masks, queries, keys.
-    lists: the grid of a kernel of all lists."""
+class _Sizes(NamedTuple):
+    """Of the lists of queries and of keys. shapes: of their entries. num_blocks, capacities: their
+    blocks and bit tiles. of_masks: masks, queries, keys. lists: the grid of a kernel of all lists;
+    pairs: of one with a program for 128 queries and 128 keys; tiles: for each bit tile."""
 
-    shapes: tuple[tuple[int, int, int, int], tuple[int, int, int, int]]
-    sizes: tuple[int, int, int]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    of_work: tuple[tuple[int, ...], tuple[int, ...]]
+    num_blocks: tuple[int, int]
+    capacities: tuple[int, int]
+    of_masks: tuple[int, int, int]
     lists: tuple[int, int, int]
-
-    @staticmethod
-    def of(grid: Grid) -> _Sides:
-        of_queries, of_keys = grid.shape, grid.transposed.shape
-        num_masks = grid.batch * grid.heads
-        lists = num_masks * max(of_queries[2], of_keys[2]), 2, 1
-        return _Sides((of_queries, of_keys), (num_masks, grid.rows, grid.columns), lists)
+    pairs: tuple[int, int, int]
+    tiles: tuple[int, int, int]
 
     def kinds_and_work(self, device: torch.device, empty) -> tuple[list[Tensor], list[Tensor]]:
         """Of either side: room for the kinds, int8, and for ``BlockLists.work``."""
         kinds = [torch.empty(x, dtype=torch.int8, device=device) for x in self.shapes]
-        work = [empty((*x[:3], 4), dtype=torch.int32, device=device) for x in self.shapes]
-        return kinds, work
+        return kinds, [empty(x, dtype=torch.int32, device=device) for x in self.of_work]
+
+
+@lru_cache(maxsize=256)
+def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes:
+    shapes, num_masks = (grid.shape, grid.transposed.shape), grid.batch * grid.heads
+    num_blocks = tuple(map(prod, shapes))
+    capacities = tuple(
+        of if most is None else min(most, of)
+        for of, most in zip(num_blocks, most_partial, strict=True)
+    )
+    return _Sizes(
+        shapes,
+        tuple((*x[:3], 4) for x in shapes),
+        num_blocks,
+        capacities,
+        (num_masks, grid.rows, grid.columns),
+        (num_masks * max(x[2] for x in shapes), 2, 1),
+        (shapes[1][2], shapes[0][2], num_masks),
+        (max(capacities), 2, 1),
+    )
 
 
 def _listed(
-    sides: _Sides,
+    sizes: _Sizes,
     kinds: list[Tensor],
     work: list[Tensor],
     source: tuple[Tensor | None, ...],
     n: int,
-    most_partial: tuple[int | None, int | None],
 ) -> tuple[BlockLists, BlockLists]:
-    device, sizes = kinds[0].device, sides.sizes
-    entries = [torch.empty(x, dtype=torch.int32, device=device) for x in sides.shapes]
-    blocks = [prod(x) for x in sides.shapes]
-    capacities = [
-        of if most is None else min(most, of) for of, most in zip(blocks, most_partial, strict=True)
-    ]
+    device = kinds[0].device
+    entries = [torch.empty(x, dtype=torch.int32, device=device) for x in sizes.shapes]
     tiles = [
-        torch.empty((most, BLOCK_ROWS), dtype=torch.int64, device=device) for most in capacities
+        torch.empty((most, BLOCK_ROWS), dtype=torch.int64, device=device)
+        for most in sizes.capacities
     ]
     launch = _launch("lists_kernel", "kinds", device.index)
-    launch(sides.lists, (*kinds, *work, *entries), (), sizes)
+    launch(sizes.lists, (*kinds, *work, *entries), (), sizes.of_masks)
     launch = _launch("tiles_kernel", "bools" if source[0] is None else "spans", device.index)
-    tensors = *source, *work, *entries, *tiles
-    launch((max(capacities), 2, 1), tensors, (), (*sizes, n, *capacities))
+    numbers = *sizes.of_masks, n, *sizes.capacities
+    launch(sizes.tiles, (*source, *work, *entries, *tiles), (), numbers)
     return BlockLists(entries[0], work[0], tiles[0]), BlockLists(entries[1], work[1], tiles[1])

@@ -1,7 +1,8 @@
 """The lists of a mask, written on the device (flashattn3/masks/block_lists.py has their layout).
 
 ``spans_of_lengths_kernel`` or ``spans_of_ids_kernel`` finds the keys that each token
-sees. ``kinds_kernel``, or ``bits_kernel`` from a bool tensor, finds the kinds of all blocks,
+sees. ``kinds_kernel``, or ``bits_kernel`` from a bool tensor and the kinds of larger or smaller
+blocks (``block_kinds_kernel`` reads those of a block mask), finds the kinds of all blocks,
 ``lists_kernel`` sorts them, ``tiles_kernel`` writes the bits of partial ones. Axis 1 of their grids
 is the side: 0 lists of queries, 1 lists of keys.
 """
@@ -207,15 +208,62 @@ def _store_kinds(kinds_ptr, work_ptr, row_list, pair, counts, whole, column_bloc
     tl.atomic_add(work_ptr + row_list * FIELDS + 1, tl.sum(is_listed, 0))
 
 
-@triton.jit(
-    do_not_specialize=["heads", "queries", "keys", "stride_b", "stride_h", "stride_q", "stride_k"]
-)
+@triton.jit(do_not_specialize=["num_blocks_k"])
+def block_kinds_kernel(
+    counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, kinds_ptr, num_blocks_k,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The kinds of the blocks of a block mask: 1 where it lists a block, 2 where it lists a full
+    one. kinds: int32 (lists, num_blocks_k), zeros at first. Grid: lists."""
+    row = tl.program_id(0).to(tl.int64)
+    kinds, places = kinds_ptr + row * num_blocks_k, tl.arange(0, BLOCKS)
+    for first in range(0, num_blocks_k, BLOCKS):
+        listed = first + places < tl.load(counts_ptr + row)
+        entries = indices_ptr + row * num_blocks_k + first + places
+        tl.atomic_max(kinds + tl.load(entries, mask=listed, other=0), 1, mask=listed)
+        if full_counts_ptr is not None:
+            listed = first + places < tl.load(full_counts_ptr + row)
+            entries = full_indices_ptr + row * num_blocks_k + first + places
+            tl.atomic_max(kinds + tl.load(entries, mask=listed, other=0), 2, mask=listed)
+
+
+@triton.jit
+def _seen(visible_ptr, kinds_ptr, query, key, strides, inside, blocks, FULL: tl.constexpr,
+          WHOLE: tl.constexpr):  # fmt: skip
+    """int32 (128, 128): which keys each query sees; see ``bits_kernel``. strides: of visible's
+    queries and keys. blocks: their sizes, and the number of blocks of keys."""
+    read = inside
+    if kinds_ptr is not None:
+        row, column = query // blocks[0] * blocks[2], key // blocks[1]
+        if WHOLE:
+            kind = tl.load(kinds_ptr + tl.min(row, 0) + tl.min(column, 0)).to(tl.int32)
+            kind = tl.zeros((ROWS, ROWS), dtype=tl.int32) + kind
+        else:
+            kinds = kinds_ptr + row[:, None] + column[None, :]
+            kind = tl.load(kinds, mask=inside, other=0).to(tl.int32)
+        is_full = (inside & (kind == FULL)).to(tl.int32)
+        read = inside & (kind == 1)
+        if visible_ptr is None:
+            return is_full
+    places = query[:, None] * tl.cast(strides[0], tl.int64)
+    places = visible_ptr + places + key[None, :] * tl.cast(strides[1], tl.int64)
+    seen = (tl.load(places, mask=read, other=0) != 0).to(tl.int32)
+    if kinds_ptr is not None:
+        seen = seen | is_full
+    return seen
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "block_q", "block_k"])
 def bits_kernel(
-    visible_ptr, words_q_ptr, words_k_ptr, kinds_q_ptr, kinds_k_ptr, work_q_ptr, work_k_ptr, heads,
-    queries, keys, stride_b, stride_h, stride_q, stride_k,
+    visible_ptr, block_kinds_ptr, words_q_ptr, words_k_ptr, kinds_q_ptr, kinds_k_ptr, work_q_ptr,
+    work_k_ptr, stride_b, stride_h, stride_q, stride_k, heads, queries, keys, block_q, block_k,
+    FULL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The bits and the kinds of two blocks of either side from 128 x 128 bools, as bytes.
 
+    block_kinds: of blocks of block_q x block_k scores (batch * heads, blocks of queries, blocks of
+    keys): visible counts where they are 1 and not FULL, FULL shows all and 0 none. None: visible
+    counts everywhere. WHOLE: block_q and block_k are multiples of 128.
     words: int32 (blocks, 128, 2), of all blocks. work: zeros at first. Grid: blocks of 128 keys, of
     128 queries, batch * heads.
     """
@@ -223,12 +271,16 @@ def bits_kernel(
     k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = q_block * ROWS + tl.arange(0, ROWS)
     key = k_block * ROWS + tl.arange(0, ROWS)
-    head = mask_idx // heads * tl.cast(stride_b, tl.int64)
-    head += mask_idx % heads * tl.cast(stride_h, tl.int64)
-    places = query[:, None] * tl.cast(stride_q, tl.int64)
-    places = places + key[None, :] * tl.cast(stride_k, tl.int64)
+    visible, kinds = visible_ptr, block_kinds_ptr
+    if visible_ptr is not None:
+        visible += mask_idx // heads * tl.cast(stride_b, tl.int64)
+        visible += mask_idx % heads * tl.cast(stride_h, tl.int64)
+    blocks_k = tl.cdiv(keys, block_k)
+    if kinds is not None:
+        kinds += mask_idx * tl.cast(tl.cdiv(queries, block_q) * blocks_k, tl.int64)
     inside = (query < queries)[:, None] & (key < keys)[None, :]
-    seen = (tl.load(visible_ptr + head + places, mask=inside, other=0) != 0).to(tl.int32)
+    seen = _seen(visible, kinds, query, key, (stride_q, stride_k), inside,
+                 (block_q, block_k, blocks_k), FULL, WHOLE)  # fmt: skip
     bits, rows = tl.arange(0, 32), tl.arange(0, ROWS)
 
     by_row = tl.reshape(seen, (ROWS, PARTS, 32))
@@ -318,13 +370,22 @@ def _bits_of_rows(spans, first_row, first_column):
 
 
 @triton.jit
-def _bits_of_columns(spans, first_row, first_column):
-    """int64 (128,): which of 64 queries see each key."""
-    bits = tl.arange(0, COLUMNS)
+def _bits_of_half(spans, first_row, first_column):
+    """int64 (128,): which of 32 queries see each key."""
+    bits = tl.arange(0, COLUMNS // 2)
     start, end = _span(spans, first_column + bits[None, :])
     rows = (first_row + tl.arange(0, ROWS))[:, None]
     seen = (rows >= start) & (rows < end)
-    return tl.sum(seen.to(tl.int64) << bits.to(tl.int64)[None, :], 1)
+    words = tl.sum(seen.to(tl.int32) << bits[None, :], 1)
+    return words.to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
+def _bits_of_columns(spans, first_row, first_column):
+    """int64 (128,): which of 64 queries see each key."""
+    low = _bits_of_half(spans, first_row, first_column)
+    high = _bits_of_half(spans, first_row, first_column + COLUMNS // 2)
+    return low | high << (COLUMNS // 2)
 
 
 @triton.jit(do_not_specialize=["num_masks", "queries", "keys", "n", "capacity_q", "capacity_k"])
