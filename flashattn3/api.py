@@ -42,7 +42,7 @@ def _dense(
     lists = () if mask is None else call_tensors(options.function, mask, q, k)
     tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
-    return attend(tensors, options)
+    return attend(tensors, options, mask=mask)
 
 
 def _varlen(

@@ -45,7 +45,8 @@ def attend_masked_bhsd(
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     expect(not varlen, options.function, "mask", "None with cu_seqlens", shown(mask))
     lists = call_tensors(options.function, mask, q, k, axis=2)
-    return attend(Tensors(q, k, v, None, None, None, None, *scores, *lists), options, bhsd=True)
+    tensors = Tensors(q, k, v, None, None, None, None, *scores, *lists)
+    return attend(tensors, options, bhsd=True, mask=mask)
 
 
 def flex_attention(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+import weakref
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -277,14 +278,15 @@ def check_calls_like_an_earlier_one(host):
         learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 
         def both():
-            found = function(*leaves, causal=True, **options)
+            found = function(*leaves, causal="mask" not in options, **options)
             results.extend(found if isinstance(found, tuple) else [found])
             if gradients:
                 ones = torch.ones_like(results[0])
                 results.extend(torch.autograd.grad(results[0], leaves + learned, ones))
 
         before = operators._plan.cache_info()[:2]
-        events = [x for x in events_of(host, both) if x[0] not in ("descriptor", "strides")]
+        ignored = "descriptor", "strides", "arguments"  # the last with words that nothing wrote
+        events = [x for x in events_of(host, both) if x[0] not in ignored]
         kinds = [(x.shape, x.stride(), x.dtype, type(x.grad_fn).__name__) for x in results]
         return events, kinds, operators._plan.cache_info()[:2] != before
 
@@ -320,6 +322,8 @@ def check_calls_like_an_earlier_one(host):
             {"alibi_slopes": torch.rand(2, 4), "sinks": torch.randn(4), "return_max_logit": True},
             {"bias": torch.randn(1, 4, 56, 56).bfloat16()},
             {"bias": torch.randn(2, 1, 56, 56).bfloat16(), "sinks": torch.randn(4)},
+            {"mask": masks.documents([20, 36], causal=True)},
+            {"mask": masks.window(56, 9, 0), "sinks": torch.randn(4)},
         ):
             for name in {"sinks", "bias"} & {*score}:
                 score[name].requires_grad_(gradients)
@@ -536,16 +540,20 @@ def check_a_mask(host):
         for deterministic in (False, True):
             attend = partial(flash_attn_func, *tensors, deterministic=deterministic)
             attend()
-            results = []
-            events = events_of(
-                host, lambda x=(attend, mask), to=results: to.append(x[0](mask=x[1]))
-            )
-            expect_lists(events, mask.of_queries, *steps, 2, 5)
-            grad = partial(torch.autograd.grad, results[0], tensors, torch.ones_like(results[0]))
-            events = events_of(host, lambda grad=grad, to=results: to.extend(grad()))
-            assert [x.shape for x in results[1:]] == [x.shape for x in tensors]
-            turns = expect_lists(events, mask.of_keys, *steps, 3, 4)
-            assert (turns != 0) == deterministic
+            for later in (False, True):  # the operators find the launch
+                before, results = operators._plan.cache_info()[:2], []
+                events = events_of(
+                    host, lambda x=(attend, mask), to=results: to.append(x[0](mask=x[1]))
+                )
+                expect_lists(events, mask.of_queries, *steps, 2, 5)
+                (out,) = results
+                assert type(out.grad_fn).__name__ == (OWN_NODE if d % 8 else NODE)
+                grad = partial(torch.autograd.grad, out, tensors, torch.ones_like(out))
+                events = events_of(host, lambda grad=grad, to=results: to.extend(grad()))
+                assert [x.shape for x in results[1:]] == [x.shape for x in tensors]
+                turns = expect_lists(events, mask.of_keys, *steps, 3, 4)
+                assert (turns != 0) == deterministic
+                assert (operators._plan.cache_info()[:2] == before) == later
     of = Tensors(*(x.detach() for x in tensors), *(None,) * 7, *mask.tensors)
     launch = operators.launch_of(of, Options())
     for name, value, message in (
@@ -559,6 +567,26 @@ def check_a_mask(host):
     ):
         with pytest.raises(RuntimeError, match=rf"forward: {name[:-2]}\.?.*{message}"):
             launch.forward(of._replace(**{name: value}))
+
+
+def check_the_life_of_a_mask(host):
+    """The operators keep its tensors until neither its user nor a gradient needs them."""
+    tensors, mask = inputs(200), masks.window(200, 30, 0)
+    out = [flash_attn_func(*tensors, mask=mask) for _ in range(2)][1]
+    number = int(out.grad_fn._saved_dropout_p)
+    cache, kept = launches._with_node[number], masks.window(200, 20, 0)
+    found = [flash_attn_func(*tensors, mask=kept) for _ in range(2)]
+    assert int(found[1].grad_fn._saved_dropout_p) != number
+    life = weakref.ref(mask)
+    del mask
+    assert life() is not None and number in launches._with_node
+    torch.autograd.grad(out, tensors, torch.ones_like(out))
+    plain = [x.detach() for x in tensors]
+    assert cache.operators.forward(number, *plain)[0] is not None
+    del out
+    assert life() is None and number not in launches._with_node
+    assert cache.operators.forward(number, *plain)[0] is None
+    torch.autograd.grad(found, tensors, [torch.ones_like(x) for x in found])
 
 
 def check_refusals(host):

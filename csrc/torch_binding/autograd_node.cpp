@@ -136,7 +136,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
                                         .k = in_aligned_rows(given.k),
                                         .v = in_aligned_rows(given.v),
                                         .bhsd = kept->bhsd}};
-    const Gradients found = run_backward("backward", kept->backward, call);
+    const Gradients found = run_kept_backward("backward", *kept, call);
     return return_results(stack, std::tuple(found.dq, found.dk, found.dv));
   }
   const auto [dq, dk, dv] = run_in_python<3>("flashattn3_hopper::backward_in_python", options, dout,

@@ -204,7 +204,7 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("backward(" FA3_CALL ") -> (Tensor dq, Tensor dk, Tensor dv)");
   library.def("backward.scores(" FA3_CALL ", " FLASHATTN3_SCORES
-              ", bool with_dbias=False, " FLASHATTN3_MASK
+              ", bool with_dbias=False, " FLASHATTN3_MASK()
               ", Tensor? turns=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor? dsinks, "
               "Tensor? dbias)");
   library.def("backward_into(" FA3_CALL ", Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");

@@ -331,7 +331,7 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
 STABLE_TORCH_LIBRARY(flashattn3_hopper, library) {
   library.def("forward(" FA3_CALL ") -> (Tensor out, Tensor lse)");
   library.def("forward.scores(" FA3_CALL ", " FLASHATTN3_SCORES
-              ", Tensor(a!)? max_logit=None, " FLASHATTN3_MASK ") -> (Tensor out, Tensor lse)");
+              ", Tensor(a!)? max_logit=None, " FLASHATTN3_MASK() ") -> (Tensor out, Tensor lse)");
   library.def("forward_into(" FA3_CALL ", Tensor(a!) out, Tensor(b!) lse) -> ()");
 }
 

@@ -110,7 +110,7 @@ std::tuple<Optional, Optional, Optional, Optional, Optional> run(
                           .lse = varlen ? view_of(lse, sizes, strides) : lse,
                           .tensors = in_rows(given, *kept),
                           .with_dbias = with_dbias};
-  const auto [dq, dk, dv, dsinks, dbias] = run_backward("backward_kept", kept->backward, call);
+  const auto [dq, dk, dv, dsinks, dbias] = run_kept_backward("backward_kept", *kept, call);
   return {batch_of(dq, batch, axes, varlen), batch_of(dk, batch, axes, varlen),
           batch_of(dv, batch, axes, varlen), dsinks, dbias};
 }

@@ -6,8 +6,10 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "launch/errors.h"
 #include "torch_binding/attention_call.h"
@@ -173,21 +175,35 @@ void keep_passes_of_stack(StableIValue* stack, uint64_t num_arguments, uint64_t)
                     .backward = attention_launch(kName, Pass::kBackward, backward),
                     .bhsd = bhsd};
   if (packed) passes.packed = cached_launch(kName, *packed);
+  KeptMask mask{.of_queries = MaskTensors::take(arguments),
+                .of_keys = MaskTensors::take(arguments),
+                .turns = arguments.take<Optional>()};
+  if (mask.of_queries.entries) passes.mask = std::make_shared<KeptMask>(std::move(mask));
   keep_passes(options, given, passes);
+  return_results(stack, std::tuple<>());
+}
+
+void forget_passes(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  launch_cache().forget(arguments.take<int64_t>());
   return_results(stack, std::tuple<>());
 }
 
 }  // namespace
 
 // forward, backward and packed: results of prepare_forward, prepare_backward and prepare_decode.
+// The mask is kept until forget_passes gets the number of its options.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
       "keep_passes(int options, bool bhsd, Tensor forward, Tensor backward, Tensor? "
-      "packed, " FLASHATTN3_FOUND_SCHEMA ", " FLASHATTN3_SCORES ") -> ()");
+      "packed, " FLASHATTN3_FOUND_SCHEMA ", " FLASHATTN3_SCORES
+      ", " FLASHATTN3_MASK(_q) ", " FLASHATTN3_MASK(_k) ", Tensor? turns=None) -> ()");
+  library.def("forget_passes(int options) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {
   library.impl("keep_passes", keep_passes_of_stack);
+  library.impl("forget_passes", forget_passes);
 }
 
 }  // namespace flashattn3

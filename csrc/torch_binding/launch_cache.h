@@ -7,13 +7,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 
 #include "call_tensors.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/launch_record.h"
+#include "torch_binding/mask_tensors.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -44,16 +47,29 @@ class LaunchCache {
     return found->second;
   }
 
-  void keep(const Key& key, const Launch& launch) {
+  void keep(const Key& key, Launch launch) {
+    Launches dropped;  // with its tensors after the lock: Python may run then
     const std::lock_guard lock(mutex_);
-    if (launches_.size() >= kMost) launches_.clear();
-    launches_.insert_or_assign(key, launch);
+    if (launches_.size() >= kMost) dropped.swap(launches_);
+    const auto [found, is_new] = launches_.try_emplace(key, launch);
+    if (!is_new) std::swap(found->second, launch);
+  }
+
+  // Drops those of calls with these options.
+  void forget(int64_t options) {
+    Launches dropped;
+    const std::lock_guard lock(mutex_);
+    for (auto next = launches_.begin(); next != launches_.end();) {
+      const auto found = next++;
+      if (found->first[0] == options) dropped.insert(launches_.extract(found));
+    }
   }
 
  private:
   static constexpr size_t kMost = 4096;  // 2 MB of both passes
+  using Launches = std::unordered_map<Key, Launch, HashOf<Key>>;
   std::mutex mutex_;
-  std::unordered_map<Key, Launch, HashOf<Key>> launches_;
+  Launches launches_;
 };
 
 // The tensors of a call as its caller has them, FLASHATTN3_FOUND_SCHEMA of the operators, and
@@ -70,11 +86,19 @@ struct GivenTensors {
   bool varlen() const { return cu_seqlens_q.has_value(); }
 };
 
+// The mask of calls whose options have a number for this mask alone, so that the operators take no
+// tensors of it. turns: of deterministic calls, as in BackwardCall.
+struct KeptMask {
+  MaskTensors of_queries, of_keys;
+  std::optional<Tensor> turns;
+};
+
 // Both passes of a call.
 struct KeptPasses {
   AttentionLaunch forward, backward;
   std::optional<CachedLaunch> packed;  // of the decode kernel that runs the forward, if one does
   bool bhsd;  // q, k and v have their heads before their tokens, out does not
+  std::shared_ptr<const KeptMask> mask;  // null: none
 
   const Axes& axes() const { return bhsd ? kBhsd : kBshd; }  // of q, k and v with a batch
 };

@@ -12,7 +12,10 @@
 
 namespace flashattn3 {
 
-#define FLASHATTN3_MASK "Tensor? mask_entries=None, Tensor? mask_work=None, Tensor? mask_tiles=None"
+// side: behind the names.
+#define FLASHATTN3_MASK(side)                                                                     \
+  "Tensor? mask_entries" #side "=None, Tensor? mask_work" #side "=None, Tensor? mask_tiles" #side \
+  "=None"
 struct MaskTensors {
   // int32 (batch | 1, num_heads_q | 1, row blocks, column blocks) and (..., row blocks, 4); int64
   // (bit tiles, 128). Contiguous, at multiples of 16 bytes. All or none is given.

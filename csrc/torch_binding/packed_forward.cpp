@@ -53,8 +53,8 @@ DecodeCall dense_call(const CallTensors& tensors) {
 
 }  // namespace
 
-ForwardResults run_kept_forward(const char* function, const KeptPasses& kept,
-                                const ForwardCall& forward) {
+ForwardResults run_kept_forward(const char* function, const KeptPasses& kept, ForwardCall forward) {
+  if (kept.mask) forward.mask = kept.mask->of_queries;
   if (!kept.packed) return run_forward(function, kept.forward, forward);
   const AttentionProblem& problem = kept.forward.problem;
   const CallTensors& tensors = forward.tensors;
@@ -66,6 +66,11 @@ ForwardResults run_kept_forward(const char* function, const KeptPasses& kept,
                             : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
   const Tensor out = run_decode(*kept.packed, call, {});
   return {out, *call.lse};
+}
+
+Gradients run_kept_backward(const char* function, const KeptPasses& kept, BackwardCall call) {
+  if (kept.mask) call.mask = kept.mask->of_keys, call.turns = kept.mask->turns;
+  return run_backward(function, kept.backward, call);
 }
 
 }  // namespace flashattn3

@@ -29,6 +29,8 @@ class PassOperators(NamedTuple):
     backward: of (number, dout, out, lse, *tensors): dq, dk and dv, or None as above.
     forward_scores, backward_scores: the same of calls with a tensor that changes scores. The
         gradient has with_dbias as last argument and dsinks and dbias as in ``Launch``.
+    forget: drops the launches of a number, and the mask that is kept with them. A mask is no
+        argument: its calls have numbers of their own.
     """
 
     namespace: torch._ops._OpNamespace | None
@@ -36,6 +38,7 @@ class PassOperators(NamedTuple):
     forward_scores: Callable[..., tuple[Tensor | None, ...]]
     backward: Callable[..., tuple[Tensor | None, ...]]
     backward_scores: Callable[..., tuple[Tensor | None, ...]]
+    forget: Callable[[int], None] | None = None
 
 
 class CachedOperators(NamedTuple):
@@ -93,8 +96,8 @@ class Launch(Protocol):
     @property
     def keep(self) -> Callable[..., PassOperators] | None:
         """Keeps the launches of both passes for calls like one, and returns the operators that find
-        them: of (number, bhsd, *tensors), as those of ``PassOperators``. None where Python looks
-        for the launch of every call."""
+        them: of (number, bhsd, *tensors), as those of ``PassOperators`` and the six of a mask. None
+        where Python looks for the launch of every call."""
 
 
 class CachedLaunch(Protocol):

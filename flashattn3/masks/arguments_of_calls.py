@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..errors import expect, shown, type_error
+from ..errors import shown, type_error, value_error
 from .mask import Mask
 
 _NOTHING = (None,) * 6
@@ -21,9 +21,13 @@ def call_tensors(
     if not isinstance(mask, Mask):
         wanted = "a flashattn3.masks.Mask (masks.from_bool makes one of a bool tensor)"
         raise type_error(function, "mask", wanted, shown(mask))
-    for name, x, length in (("q", q, mask.seqlen_q), ("k", k, mask.seqlen_k)):
-        shape = getattr(x, "shape", ())
-        if len(shape) == 4:  # other errors are raised where q and k are checked
-            wanted = f"{shape[axis]} as {name}'s"
-            expect(length == shape[axis], function, f"mask.seqlen_{name}", wanted, length)
+    _expect_length(function, "q", q, axis, mask.seqlen_q)
+    _expect_length(function, "k", k, axis, mask.seqlen_k)
     return mask.tensors
+
+
+def _expect_length(function: str, name: str, x: object, axis: int, length: int) -> None:
+    shape = getattr(x, "shape", ())  # other errors are raised where q and k are checked
+    if len(shape) == 4 and shape[axis] != length:
+        wanted = f"{shape[axis]} as {name}'s"
+        raise value_error(function, f"mask.seqlen_{name}", wanted, length)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from ..call.operands import (
     key_of_transposed,
     learned_of,
     tensors_by_name,
+    tensors_of_mask,
     with_sides,
 )
 from ..call.scores import refuse_gradient_of_slopes
@@ -63,19 +65,23 @@ from .operators import (
 
 if TYPE_CHECKING:
     from ..backends.base import Launch
+    from ..masks.mask import Mask
 
 
-def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | tuple[Tensor, ...]:
+def attend(
+    tensors: Tensors, options: Options, bhsd: bool = False, mask: Mask | None = None
+) -> Tensor | tuple[Tensor, ...]:
     """Compute what a call returns: out, lse and max_logit, of these what it asks for. The public
     functions call it.
 
     bhsd: q, k and v, of 16 bits or more, are (batch, heads, seqlen, head_dim); out is not.
+    mask: the object with the tensors of the mask, if there is one: launches are found by it.
     """
     if has_autocast():
         tensors = under_autocast(tensors)
     q, k, v = tensors.q, tensors.k, tensors.v  # torch 2.8 traces no slice of a NamedTuple
-    mask = tensors.mask_entries_q
-    scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is mask is None)
+    entries = tensors.mask_entries_q
+    scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is entries is None)
     if scores and tensors.alibi_slopes is not None:
         refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
     if is_plain() and have_data(q, k, v) and not (scores and is_score_watched(tensors)):
@@ -83,7 +89,7 @@ def attend(tensors: Tensors, options: Options, bhsd: bool = False) -> Tensor | t
         if profiler._is_profiler_enabled:
             in_rows = _transposed(tensors) if bhsd else tensors
             attend_plain = recorded(plan_of(in_rows, options), attend_plain)
-        return attend_plain(tensors, options, bhsd, scores)
+        return attend_plain(tensors, options, bhsd, scores, mask)
     if bhsd:
         tensors = _transposed(tensors)
     plain = type(q) is Scaled and not scores and _is_plain_8_bits(q, k, v)
@@ -96,37 +102,63 @@ def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
     return LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node))
 
 
+def _cache_of_mask(options: Options, bhsd: bool, mask: Mask) -> LaunchCache:
+    """The same of calls with this mask object."""
+    caches = _of_masks.get(mask)
+    if caches is None:
+        caches = _of_masks[mask] = {}
+        finalize(mask, _forget, caches).atexit = False
+    found = caches.get((options, bhsd))
+    if found is None:
+        found = LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node), mask)
+        caches[options, bhsd] = found
+    return found
+
+
+def _forget(caches: dict[tuple, LaunchCache]) -> None:
+    for cache in caches.values():
+        cache.forget()
+
+
+_of_masks: WeakKeyDictionary[Mask, dict[tuple, LaunchCache]] = WeakKeyDictionary()
+
+
 def _attend_plain(
-    tensors: Tensors, options: Options, bhsd: bool, scores: bool
+    tensors: Tensors, options: Options, bhsd: bool, scores: bool, mask: Mask | None
 ) -> Tensor | tuple[Tensor, ...]:
     """An eager call that nothing watches. The operators of the backend find the launch of a dense
     one, with an autograd node in C++ where out is all that it returns and only q, k and v may need
     a gradient.
 
     Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
-    them with those of the same call at another time. scores: whether a tensor changes scores.
+    them with those of the same call at another time. scores: whether a tensor changes scores. The
+    operators keep those of the mask.
     """
     q, k, v, learned = tensors.q, tensors.k, tensors.v, _NONE
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    if scores:
+    changes = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is None)
+    if changes:
         learned = learned_of(tensors)
         for x in learned:
             needs_gradient = needs_gradient or (x is not None and x.requires_grad)
     differentiably = needs_gradient and torch.is_grad_enabled()
     returns_more = options.return_lse or options.return_max_logit
-    with_node = differentiably and not (scores or returns_more)
+    with_node = differentiably and not (changes or returns_more)
     cache = operators = results = None
-    if tensors.cu_seqlens_q is None and not (scores and tensors.mask_entries_q is not None):
+    if mask is not None:
+        cache = _cache_of_mask(options, bhsd, mask)
+        operators = cache.operators
+    elif tensors.cu_seqlens_q is None and (changes or not scores):
         cache = launch_cache(options, bhsd)
         operators = cache.operators
     if operators is None:
         pass
     elif with_node:
-        results = cache.attend(q, k, v)
+        results = _attend_with_node(cache, q, k, v, mask)
     elif differentiably:
         if q.dtype not in EIGHT_BIT:
             return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, None)
-    elif scores:
+    elif changes:
         results = cache.run(operators.forward_scores, *found_of(tensors))
     else:
         results = cache.run(operators.forward, q, k, v)
@@ -136,13 +168,26 @@ def _attend_plain(
         refuse_gradients(options.function, **tensors_by_name(tensors))
     planned = _planned(tensors, options, bhsd, cache)
     if with_node and cache is not None and cache.operators is not None:
-        results = cache.attend(q, k, v)
+        results = _attend_with_node(cache, q, k, v, mask)
         if results is not None:
             return results[0]
     if differentiably:
         return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, planned)
     results = planned[0].forward(_transposed(tensors) if bhsd else tensors)
     return returned(results, options) if returns_more else results[0]
+
+
+def _attend_with_node(
+    cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None
+) -> tuple[Tensor, Tensor] | None:
+    """See ``LaunchCache.attend``. The mask lives as long as the node of out."""
+    results = cache.attend(q, k, v)
+    if mask is not None and results is not None:
+        results[0].grad_fn.metadata[_MASK] = mask
+    return results
+
+
+_MASK = "flashattn3 mask"
 
 
 def _planned(
@@ -153,23 +198,28 @@ def _planned(
     key = checked_key_of(options.function, tensors)
     launch = launch_under(key_of_transposed(key) if bhsd else key, tensors, options)
     if cache is not None and launch.keep is not None:
-        cache.keep(launch.keep, bhsd, *found_of(tensors))
+        cache.keep(launch.keep, bhsd, *found_of(tensors), *tensors_of_mask(tensors))
     return launch, key
 
 
 def _forward_of_node(cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    tensors = Tensors(q, k, v)
+    tensors = _with_mask(cache, q, k, v)
     launch, _ = _planned(tensors, cache.options, cache.bhsd, cache)
     return launch.forward(_transposed(tensors) if cache.bhsd else tensors)
 
 
 def _backward_of_node(cache: LaunchCache, dout, out, lse, *of_call) -> tuple[Tensor, ...]:
-    tensors = Tensors(*of_call)
+    tensors = _with_mask(cache, *of_call)
     in_rows = _transposed(tensors) if cache.bhsd else tensors
     out, lse = checked_saved(cache.options.function, dout, out, lse, in_rows)
     launch, _ = _planned(tensors, cache.options, cache.bhsd, cache)
     gradients = launch.backward(dout, None, out, lse, in_rows)
     return tuple(x.transpose(1, 2) for x in gradients) if cache.bhsd else gradients
+
+
+def _with_mask(cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    lists = () if cache.mask is None else cache.mask().tensors
+    return Tensors(q, k, v, *(None,) * 7, *lists)
 
 
 def _transposed(tensors: Tensors) -> Tensors:

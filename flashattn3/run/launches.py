@@ -10,6 +10,7 @@ from itertools import count
 from operator import attrgetter
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .aten_node import registered_node
 
 if TYPE_CHECKING:
     from ..backends.base import CachedOperators, PassOperators
+    from ..masks.mask import Mask
 
 # The node replaces a kernel for tensors on a GPU; on others torch's own would run.
 has_node = attrgetter("is_cuda")
@@ -30,12 +32,21 @@ class LaunchCache:
     them under the number of the cache; a call whose launch they do not have is checked in Python.
 
     operators: None before the first launch. node: attention with an autograd node in C++, or None.
+    mask: the only one of these calls, whose tensors the operators keep beside the launches, or
+        None. It is not kept alive: ``forget`` follows its end.
     in_python: compute both passes of a call of the node whose launch the operators do not have,
         from the cache and the tensors of the pass, and give them the launch.
     """
 
-    def __init__(self, options, bhsd: bool = False, in_python: tuple[Callable, ...] = ()) -> None:
+    def __init__(
+        self,
+        options,
+        bhsd: bool = False,
+        in_python: tuple[Callable, ...] = (),
+        mask: Mask | None = None,
+    ) -> None:
         self.options, self.bhsd, self.in_python = options, bhsd, in_python
+        self.mask = None if mask is None else ref(mask)
         self.number = next(_numbers)
         self.operators: PassOperators | CachedOperators | None = None
         self.node: Callable | None = None
@@ -48,6 +59,12 @@ class LaunchCache:
             _with_node[self.number] = self
             self.node = node_of(operators)
         self.operators = operators
+
+    def forget(self) -> None:
+        """Drop the launches of a mask that no call and no gradient needs any more."""
+        _with_node.pop(self.number, None)
+        if self.operators is not None:
+            self.operators.forget(self.number)
 
     def run(self, operator: Callable, *arguments) -> tuple[Tensor | None, ...] | None:
         """Compute a pass, not differentiably. None if Python has to: there is no launch, or it

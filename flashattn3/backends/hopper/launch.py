@@ -15,6 +15,7 @@ from ...call.dtypes import EIGHT_BIT, SIXTEEN_BIT
 from ...call.metadata import ALIGNMENT_BYTES
 from ...call.operands import NUM_TENSORS, Tensors, as_scaled, tensors_of_mask
 from ...call.problem import Problem
+from ...call.tensor_fields import FOUND
 from ...masks.block_lists import BlockLists, turns_of
 from ..base import PassOperators
 from ..conversions import with_dense_rows
@@ -142,11 +143,10 @@ def _dense(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
     """See ``Launch.keep``. None where a pass needs a copy first, as decode kernels do of 16-bit
-    sinks, or another backend, where the sequences have a used length, and with a mask, which the
-    operators do not look at."""
+    sinks, or another backend, and where the sequences have a used length."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
-    if config.gradient_config is None or not aligned or problem.mask is not None:
+    if config.gradient_config is None or not aligned:
         return None
     shortened = problem.q.has_seqused or problem.k.has_seqused
     if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
@@ -159,12 +159,16 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
     handles = config.launch.handle, backward.handle, decode
 
     def keep(number: int, bhsd: bool, *tensors: Tensor | None) -> PassOperators:
-        library.keep_passes(number, bhsd, *handles, *tensors)
+        of_mask = tensors[len(FOUND) :]
+        if problem.mask is not None:
+            of_queries, of_keys = _dense(of_mask[:3]), _lists_of_keys(problem, of_mask)
+            of_mask = *of_queries, *of_keys
+        library.keep_passes(number, bhsd, *handles, *tensors[: len(FOUND)], *of_mask)
         forwards = library.forward_kept, library.forward_kept_scores
         if problem.return_max_logit:
             forwards = (_with_max_logit(forwards[1], heads=1 if bhsd else 2),) * 2
         backwards = library.backward_kept, library.backward_kept_scores
-        return PassOperators(library.namespace, *forwards, *backwards)
+        return PassOperators(library.namespace, *forwards, *backwards, library.forget_passes)
 
     return keep
 
@@ -219,7 +223,7 @@ def prepare_backward(
             tensors = with_dense_rows(problem, tensors)
         scores = (*_scores_of(tensors), any(with_dbias)) if changes else ()
         if masked:
-            scores += _lists_of_keys(problem, tensors)
+            scores += _lists_of_keys(problem, tensors_of_mask(tensors))
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
@@ -239,10 +243,10 @@ def prepare_backward(
     return run
 
 
-def _lists_of_keys(problem: Problem, tensors: Tensors) -> tuple[Tensor | None, ...]:
+def _lists_of_keys(problem: Problem, of_mask: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Those of the mask, and the order of additions to a block of queries if it is that of each
     run."""
-    lists = _dense(tensors_of_mask(tensors)[3:])
+    lists = _dense(of_mask[3:])
     return *lists, turns_of(BlockLists(*lists)) if problem.deterministic else None
 
 

@@ -58,6 +58,7 @@ class Library(NamedTuple):
     decode: Callable | None = None
     decode_into: Callable | None = None
     keep_passes: Callable | None = None
+    forget_passes: Callable | None = None
     forward_kept: Callable | None = None
     forward_kept_scores: Callable | None = None
     backward_kept: Callable | None = None
