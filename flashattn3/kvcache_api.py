@@ -119,6 +119,8 @@ def flash_attn_with_kvcache(
         sinks: (num_heads_q,), float32 or out's dtype: one more logit for each row, which takes
             weight and has no value (gpt-oss). lse includes it. Pass it to only one of the calls
             whose results ``flash_attn_combine`` joins.
+        alibi_slopes: as in ``flash_attn_func``, of the queries' positions; not with tree_mask or
+            prefix_page_table.
         out: where the result is written, of the shape and dtype below.
         out_dtype: None or q's; for q of 8 bits bfloat16 (None), float16 or float32.
         return_lse: also return the log-sum-exp.
@@ -134,7 +136,7 @@ def flash_attn_with_kvcache(
             read once for all sequences. page_table, cache_seqlens and the positions of queries then
             count a sequence's own keys. Not with a window to the left, rotary tables, split_tokens,
             q_descale, or descales of each sequence.
-        qv, attention_chunk, alibi_slopes: not supported yet, an error if given.
+        qv, attention_chunk: not supported yet, an error if given.
 
     Returns:
         out in q's shape with v_cache's head dim, in out_dtype; with return_lse also lse (batch,

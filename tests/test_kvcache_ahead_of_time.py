@@ -100,6 +100,7 @@ def problems_of(shape: str) -> tuple:
             q=q.flatten(0, 1), cache_batch_idx=indices, cache_leftpad=indices, cu_seqlens_q=edges,
             cu_seqlens_k_new=edges, q_descale=factors, k_descale=factors, v_descale=factors,
             sinks=of(heads, dtype=torch.float32), scheduler_metadata=of(18, dtype=ints),
+            alibi_slopes=of(heads, dtype=torch.float32),
         )  # fmt: skip
     metadata = tuple(map(metadata_of, tensors))
     problem = of_cache.describe_decode(metadata, options, rows)

@@ -55,6 +55,7 @@ def random_case(draw: random.Random) -> CacheCase:
         leftpad=leftpad,
         others=draw.choice((0, 0, 2)),
         sinks=draw.random() < 0.2,
+        slopes=draw.choice(("", "", "", "heads", "batch heads")),
         stored=stored,
         descales=draw.choice(kinds),
         options=options,

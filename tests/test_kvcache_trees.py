@@ -1,4 +1,4 @@
-"""Cached calls whose new tokens are a tree: ``tree_mask``."""
+"""Cached calls of options that no compiled kernel takes: ``tree_mask`` and ``alibi_slopes``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helpers import TRITON_DTYPES
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs, words_of
 
 import flashattn3
-from flashattn3 import flash_attn_func, flash_attn_with_kvcache
+from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_with_kvcache
 
 CAUSAL = {"causal": True}
 CASES = (
@@ -17,12 +17,21 @@ CASES = (
     CacheCase("ragged", (40, 17, 70), (3, 1, 50), tree=True, sinks=True, options=CAUSAL),
     CacheCase("more-queries-than-keys", (0, 2, 9), 5, tree=True, options=CAUSAL),
     CacheCase("spans", (300, 40), 33, tree=True, options={"causal": True, "split_tokens": 128}),
-)
+    CacheCase("slopes", (40, 17, 0, 1), slopes="heads"),
+    CacheCase("slopes-both-sides", (140, 65), 7, page_size=16, slopes="batch heads", others=2),
+    CacheCase("slopes-ragged", (40, 17, 700), (2, 0, 5), slopes="heads", sinks=True,
+              leftpad=(9, 0, 3),
+              options={"causal": True, "window_size": (60, 0), "softcap": 3.0, "num_splits": 3}),
+    CacheCase("slopes-spans", (300, 40), 33, slopes="batch heads",
+              options={"causal": True, "split_tokens": 128, "softmax_scale": -0.3}),
+)  # fmt: skip
 BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITON_DTYPES)]
 
 
 @pytest.mark.interpreted(
-    quick=lambda case, backend, dtype: case.name == "one-word" or backend == "reference"
+    quick=lambda case, backend, dtype: (
+        case.name in ("one-word", "slopes-ragged") or backend == "reference"
+    )
 )
 @pytest.mark.parametrize(
     ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")
@@ -70,20 +79,35 @@ REFUSED = [
         {"tree_mask": words(2, 65, 3), "q": torch.zeros(2, 65, 2, 16)},
         "q.shape[1] must be at most 64 with tree_mask, got 65",
     ),
-]
+    ({"alibi_slopes": torch.ones(3)}, "alibi_slopes.shape must be (2,) (num_heads_q,) or (2, 2)"),
+    ({"alibi_slopes": torch.ones(4)[::2]}, "alibi_slopes.stride(-1) must be 1"),
+    (
+        {"alibi_slopes": torch.ones(2), "tree_mask": words(2, 3, 1)},
+        "alibi_slopes must be None beside tree_mask",
+    ),
+    (
+        {"alibi_slopes": torch.ones(2), "page_table": words(2, 1),
+         "prefix_page_table": words(1, 1), "prefix_len": 3},
+        "alibi_slopes must be None with prefix_page_table",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changed", "text"), REFUSED)
-def test_invalid_trees_have_an_error(changed, text):
+def test_invalid_calls_have_an_error(changed, text):
     cache = torch.zeros(2, 80, 2, 16)
     call = {"q": cache[:, :3], "k_cache": cache, "v_cache": cache, "causal": True, **changed}
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises((ValueError, UnsupportedError)) as raised:
         flash_attn_with_kvcache(**call)
     assert text in str(raised.value)
 
 
-def test_no_compiled_kernel_takes_a_tree():
+@pytest.mark.parametrize(
+    "given", [{"tree_mask": words(1, 3, 1)}, {"alibi_slopes": torch.ones(2)}], ids=list
+)
+def test_no_compiled_kernel_takes_them(given):
     cache = torch.zeros(1, 80, 2, 64, dtype=torch.float16, device="meta")
-    call = {"tree_mask": words(1, 3, 1).to("meta"), "causal": True, "device": "cpu"}
+    given = {name: x.to("meta") for name, x in given.items()}
+    call = {**given, "causal": True, "device": "cpu"}
     explained = flashattn3.explain_with_kvcache(cache[:, :3], cache, cache, **call)
     assert explained.backend in ("triton", "reference")

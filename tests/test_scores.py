@@ -345,7 +345,7 @@ ERRORS = {
     "a cached gradient": (
         cached_call, {"sinks": ones(4, requires_grad=True)}, "sinks.requires_grad must be False",
     ),
-    "cached slopes": (cached_call, {"alibi_slopes": ones(4)}, "alibi_slopes must be None, got"),
+    "cached slopes": (cached_call, {"alibi_slopes": ones(3)}, r"alibi_slopes.shape must be \(4,\)"),
     "a smoothed k": (
         quantized_call, {"sinks": ones(4), "smooth_k": True}, "sinks must be None with smooth_k",
     ),

@@ -74,8 +74,7 @@ def test_a_cached_call_has_fields_of_the_same_table():
         assert parameters[name].default == field.default, name
     own = {name for name, field in DECODE.fields.items() if fields.CALL.fields.get(name) != field}
     differ = {"softmax_scale", "causal", "qv"}
-    refused = {"alibi_slopes"}
-    assert own == {*differ, *refused, "return_softmax_lse"}
+    assert own == {*differ, "return_softmax_lse"}
     arguments = torch.ops.flashattn3.decode.default._schema.arguments
     names = tuple(argument.name for argument in arguments)
     assert names[-len(DecodeOptions._fields) :] == DecodeOptions._fields

@@ -22,6 +22,7 @@ from .metadata import Metadata
 from .problem import AttentionProblem, CallProblem, attention_fields
 from .tensor_fields import (
     APPEND_TENSORS,
+    CACHED_SLOPES,
     DECODE_TENSORS,
     TREE_MASK,
     WRITTEN_DESCALES,
@@ -48,7 +49,8 @@ def _tensors_of(name: str, fields: tuple[TensorField, ...]) -> type[tuple]:
 #   q_descale: float32 (batch, num_heads_kv). k_descale, v_descale: see cache_descales.py.
 #   sinks: (num_heads_q,).
 #   scheduler_metadata: see scheduler_metadata.py.
-DecodeTensors = _tensors_of("DecodeTensors", (*DECODE_TENSORS, TREE_MASK))
+#   alibi_slopes: float32 (num_heads_q,) or (batch, num_heads_q).
+DecodeTensors = _tensors_of("DecodeTensors", (*DECODE_TENSORS, TREE_MASK, CACHED_SLOPES))
 
 
 def new_out(tensors: DecodeTensors, dtype: torch.dtype | None = None) -> Tensor:
@@ -73,7 +75,6 @@ _OWN = (
     CALL.fields["causal"]._replace(convert=boolean),
     CALL.fields["qv"]._replace(convert=as_given),
     Field("return_softmax_lse", "", False, boolean, parts=("return_lse",)),
-    Field("alibi_slopes", "", None, as_given, instead="calls without a cache take slopes"),
 )
 _FIELDS = {name: field for name, field in CALL.fields.items() if field.of_cached_calls}
 _FIELDS |= {field.name: field for field in _OWN}

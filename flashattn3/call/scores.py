@@ -51,12 +51,7 @@ def check_scores(
         _expect_shape(function, "sinks", sinks, (heads,), "(num_heads_q,)")
         _expect_dtype(function, "sinks", sinks, (torch.float32, *_dtypes_beside(q.dtype)))
         check_device(function, "sinks", sinks, q.device, "q")
-    if slopes is not None:
-        both = tuple(slopes.shape) in ((heads,), (batch, heads))
-        wanted = f"{(heads,)} (num_heads_q,) or {(batch, heads)} (batch, num_heads_q)"
-        expect(both, function, "alibi_slopes.shape", wanted, tuple(slopes.shape))
-        _expect_dtype(function, "alibi_slopes", slopes, (torch.float32,))
-        check_device(function, "alibi_slopes", slopes, q.device, "q")
+    check_slopes(function, q, batch, slopes)
     if bias is not None:
         expect(
             not varlen, function, "bias", "None with cu_seqlens: it is of dense calls", "a tensor"
@@ -70,6 +65,18 @@ def check_scores(
         expect(fits, function, "bias.shape", wanted, tuple(bias.shape))
         _expect_dtype(function, "bias", bias, _dtypes_beside(q.dtype))
         check_device(function, "bias", bias, q.device, "q")
+
+
+def check_slopes(function: str, q: Metadata, batch: int, slopes: Metadata | None) -> None:
+    """Raise for slopes that do not fit q."""
+    if slopes is None:
+        return
+    heads = q.shape[-2]
+    both = tuple(slopes.shape) in ((heads,), (batch, heads))
+    wanted = f"{(heads,)} (num_heads_q,) or {(batch, heads)} (batch, num_heads_q)"
+    expect(both, function, "alibi_slopes.shape", wanted, tuple(slopes.shape))
+    _expect_dtype(function, "alibi_slopes", slopes, (torch.float32,))
+    check_device(function, "alibi_slopes", slopes, q.device, "q")
 
 
 def _dtypes_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -111,6 +111,8 @@ APPEND_TENSORS = (
 )
 # Which new tokens each query sees. The compiled kernels of cached calls take none.
 TREE_MASK = TensorField("tree_mask", OPTIONAL)
+# ALiBi's slopes. The compiled kernels of cached calls take none either.
+CACHED_SLOPES = TensorField("alibi_slopes", OPTIONAL)
 # Descales of each token of a cache, which an append computes and writes. The compiled append kernel
 # takes none.
 WRITTEN_DESCALES = (

@@ -70,6 +70,7 @@ def with_kvcache(
     rotary_interleaved,
     scheduler_metadata,
     sinks,
+    alibi_slopes,
     tree_mask,
     prefix_page_table,
     prefix_len,
@@ -92,7 +93,7 @@ def with_kvcache(
         new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
     if (
         rotary_seqlens is q_descale is k_descale is v_descale is sinks is scheduler_metadata is None
-        and tree_mask is prefix_page_table is prefix_len is None
+        and tree_mask is alibi_slopes is prefix_page_table is prefix_len is None
         and not watched
         and not profiler._is_profiler_enabled  # else the call says which kernel it runs
     ):
@@ -118,7 +119,7 @@ def with_kvcache(
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, cu_seqlens_k_new, *descales, sinks, scheduler_metadata,
-        tree_mask,
+        tree_mask, alibi_slopes,
     )  # fmt: skip
     lengths = Lengths(seqlen, 0, longest)
     prefix = prefix_of(function, prefix_page_table, prefix_len)

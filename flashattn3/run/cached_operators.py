@@ -24,6 +24,7 @@ from ..call.metadata import metadata_of
 from ..call.selection import ANY, named_backend
 from ..call.tensor_fields import (
     APPEND_TENSORS,
+    CACHED_SLOPES,
     DECODE_TENSORS,
     TREE_MASK,
     WRITTEN_DESCALES,
@@ -47,8 +48,8 @@ _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields
 
 torch.library.define(
     "flashattn3::decode",
-    f"(Tensor(a!) out, Tensor(b!) lse, {schema((*DECODE_TENSORS, TREE_MASK))}, {_LENGTHS}, "
-    f"{DECODE.schema}) -> ()",
+    f"(Tensor(a!) out, Tensor(b!) lse, {schema((*DECODE_TENSORS, TREE_MASK, CACHED_SLOPES))}, "
+    f"{_LENGTHS}, {DECODE.schema}) -> ()",
 )
 torch.library.define(
     "flashattn3::append",

@@ -70,6 +70,7 @@ def check_prefix(
         "rotary_cos": (rotates, "None with prefix_page_table: rotate with append_kvcache"),
         "window_size": (options.window_left >= 0, "open to the left with prefix_page_table"),
         "q_descale": (tensors.q_descale is not None, "None with prefix_page_table"),
+        "alibi_slopes": (tensors.alibi_slopes is not None, "None with prefix_page_table"),
     }
     for name, cache in (("k_descale", tensors.k_cache), ("v_descale", tensors.v_cache)):
         descale = getattr(tensors, name)

@@ -36,6 +36,7 @@ def sample_launches(
     given = problem.given
     indices, floats = kinds(index_names, "i32", given), kinds(float_names, "fp32", given)
     metadata = kinds(("scheduler_metadata", "tree_mask"), "i32", given)
+    metadata += kinds(("alibi_slopes",), "fp32", given)
     of_k, of_v = (
         (2**20 * (dim + padding), 16 * (dim + padding), dim + padding)
         for dim in (problem.head_dim, problem.head_dim_v)
@@ -54,7 +55,7 @@ def sample_launches(
         "decode": decode_launch(problem, tile).sample(
             (of, stored, stored, of_out, "fp32", "fp32", "fp32", *indices, *floats, *metadata),
             (*of_k, *of_k, *of_v, *of_v),
-            (64,) * 25 + factors,
+            (64,) * 26 + factors,
         ),
         "combine_parts": combine_parts_launch(problem, tile).sample(
             ("fp32", "fp32", of_out, "fp32", *lengths_of), (), (64,) * 16

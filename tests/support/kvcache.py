@@ -29,8 +29,9 @@ class CacheCase:
     """seqlens: cached tokens, of which the queries are the last. seqlens_q: one number for dense q,
     a tuple for ragged q. page_size: 0 for a dense cache. layout: of the caches: "nhd", "hnd" (heads
     before tokens), or "one" (K and V in one tensor). others: rows of the cache that no sequence
-    has, which makes cache_batch_idx a permutation. stored: dtype of the caches, if not q's.
-    descales: the kind of those of K and V."""
+    has, which makes cache_batch_idx a permutation. slopes: axes of alibi_slopes, "heads" or
+    "batch heads". stored: dtype of the caches, if not q's. descales: the kind of those of K and
+    V."""
 
     name: str
     seqlens: tuple[int, ...]
@@ -46,6 +47,7 @@ class CacheCase:
     others: int = 0
     sinks: bool = False
     tree: bool = False
+    slopes: str = ""
     stored: torch.dtype | None = None
     descales: str = ""
     options: dict = field(default_factory=dict, hash=False)
@@ -133,6 +135,10 @@ def make_cache_inputs(
         arguments["tree_mask"] = words_of(seen).to(device)
     if case.sinks:
         arguments["sinks"] = torch.randn(case.num_heads_q, generator=generator).to(device)
+    if case.slopes:
+        sizes = {"batch": case.batch, "heads": case.num_heads_q}
+        shape = [sizes[axis] for axis in case.slopes.split()]
+        arguments["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
     if case.descales:
         factors = 0.5 + torch.rand(case.batch, heads, generator=generator)
         arguments["q_descale"] = factors.to(device)
@@ -298,6 +304,10 @@ def _one_head(case, given, q, k, v, hidden, place, head) -> tuple[Tensor, Tensor
     cap = case.options.get("softcap", 0.0)
     if cap:
         scores = cap * torch.tanh(scores / cap)
+    if case.slopes:
+        slope = given["alibi_slopes"].expand(case.batch, -1)[place[0], head].to(wide)
+        rows, keys = map(torch.arange, scores.shape)
+        scores = scores - slope * ((rows + keys.numel() - rows.numel())[:, None] - keys).abs()
     scores = scores.masked_fill(hidden, -math.inf)
     if case.sinks:
         sink = given["sinks"][head].to(wide).expand(scores.shape[0], 1)

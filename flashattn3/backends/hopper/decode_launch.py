@@ -39,7 +39,7 @@ ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
 DECODE_ROWS = 192
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
-_NOT_KEPT = {"scheduler_metadata", "tree_mask"}
+_NOT_KEPT = {"scheduler_metadata", "tree_mask", "alibi_slopes"}
 _KEPT_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - _NOT_KEPT
 
 
@@ -204,6 +204,8 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
     caches = sorted(problem.misaligned - {"q"})
     if caches:
         return f"copies 16 bytes at once: rows of {caches[0]} begin at other addresses"
+    if "alibi_slopes" in problem.given:
+        return "has no kernel of cached calls with alibi_slopes"
     if problem.tree_words:
         return "hides new tokens by their positions alone, not by a tree_mask"
     if problem.split_tokens:

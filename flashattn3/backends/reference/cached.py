@@ -250,6 +250,9 @@ def _rows(
     k, v = keys.k.transpose(0, 1), keys.v.transpose(0, 1)
     scale = problem.score_scale
     leftpad = None if tensors.cache_leftpad is None else tensors.cache_leftpad[index]
+    slopes = tensors.alibi_slopes
+    if slopes is not None:
+        slopes = (slopes if slopes.ndim == 1 else slopes[index]).to(wide).view(heads_kv, -1, 1, 1)
 
     def shown(scores: Tensor, first_key: int) -> Tensor:
         for descale, kind in ((tensors.q_descale, None), (tensors.k_descale, problem.k_descale)):
@@ -258,6 +261,8 @@ def _rows(
         if scale.is_capped:
             scores = scale.unit * torch.tanh(scores / scale.unit)
         position = torch.arange(first_key, first_key + scores.shape[-1], device=q.device)
+        if slopes is not None:
+            scores = scores - slopes * (positions[:, None] - position).abs()
         lost = keys.lost[first_key : first_key + scores.shape[-1]]
         lost = torch.nn.functional.pad(lost, (0, scores.shape[-1] - lost.shape[0]))
         scores = torch.where(lost, math.nan, scores)

@@ -83,6 +83,7 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
             *places[3:],
             0 if tensors.page_table is None else tensors.page_table.stride(0),
             *_tree_strides(tensors.tree_mask),
+            _slopes_stride(tensors.alibi_slopes),
             *(_descale_strides(tensors) if has_descales else no_strides),
             *seqlens,
             capacity,
@@ -160,6 +161,11 @@ def _lse_strides(lse: Tensor, varlen: bool) -> tuple[int, int]:
 def _tree_strides(tree: Tensor | None) -> tuple[int, int]:
     """(batch, sequence)."""
     return (0, 0) if tree is None else (0, *tree.stride())[-3:-1]
+
+
+def _slopes_stride(slopes: Tensor | None) -> int:
+    """Of the batch."""
+    return 0 if slopes is None or slopes.ndim == 1 else slopes.stride(0)
 
 
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:

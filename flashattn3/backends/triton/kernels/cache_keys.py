@@ -106,6 +106,7 @@ def attend_keys(
     leftpad,
     tree_low,
     tree_high,
+    slope,
     tokens,
     length_k,
     diagonal,
@@ -131,7 +132,8 @@ def attend_keys(
     """Attend to the keys within the edges, KEYS at a time: the accumulator, sum and maximum (log2)
     of each row, and NaN if the page of a key does not exist, else 0.
 
-    k_descale, v_descale: pointers to those of keys, with K_OF_KEYS and V_OF_KEYS.
+    k_descale, v_descale: pointers to those of keys, with K_OF_KEYS and V_OF_KEYS. slope: ALiBi's
+    of each row (log2); None: there is none.
     """
     MATH: tl.constexpr = q.dtype
     IN_UNITS: tl.constexpr = V_OF_KEYS and q.dtype == tl.float16
@@ -166,8 +168,15 @@ def attend_keys(
                         k_descale, page, row, k_descale_stride_b, k_descale_stride_s, exists,
                         MASKED or PAGE_SIZE > 0,
                     )[None, :]  # fmt: skip
+                step = 1.0 if SOFTCAP else factor
                 if SOFTCAP:
                     scores = cap_log2 * tanh_exp2(scores * factor, SOFTCAP)
+                if slope is not None:
+                    between = tl.abs(
+                        tokens[:, None] + (diagonal - first_key) - key_offsets[None, :]
+                    )
+                    scores = scores * step - slope[:, None] * between.to(tl.float32)
+                    step = 1.0
                 if MASKED:
                     seen = visible(
                         tokens[:, None], key_offsets[None, :], length_k - first_key,
@@ -179,7 +188,6 @@ def attend_keys(
                         new = first_key + key_offsets - diagonal
                         seen = seen & in_tree(tree_low, tree_high, new, TREE_WORDS)
                     scores = tl.where(seen, scores, float("-inf"))
-                step = 1.0 if SOFTCAP else factor
                 new_max = tl.maximum(row_max, tl.max(scores, 1) * step)
                 reference = new_max
                 if MASKED:

@@ -22,7 +22,7 @@ from .cache_parts import (
     metadata_poison,
     query_span,
 )
-from .common import LN2, n_block_range, round_down, store_tile, strides_of, tile_offsets
+from .common import LN2, LOG2E, n_block_range, round_down, store_tile, strides_of, tile_offsets
 from .fp8 import as_float16
 from .score_terms import with_sink
 from .spans import finish_spans, join_span, part_of_span
@@ -52,6 +52,7 @@ def attend_part(
     sinks,
     metadata,
     tree_mask,
+    slopes,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -69,6 +70,7 @@ def attend_part(
     table_stride,
     tree_stride_b,
     tree_stride_s,
+    slopes_stride_b,
     q_descale_stride_b,
     q_descale_stride_h,
     k_descale_stride_b,
@@ -201,6 +203,9 @@ def attend_part(
         tree_low = tl.load(words, mask=valid, other=0)
         if TREE_WORDS == 2:
             tree_high = tl.load(words + 1, mask=valid, other=0)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + batch_64 * slopes_stride_b + heads, mask=valid, other=0.0) * LOG2E
     if q.dtype == tl.uint8:
         q = as_float16(q, NATIVE_FP8)
     if q_descale is not None:
@@ -244,7 +249,7 @@ def attend_part(
                 v_descale, k_descale_stride_b, k_descale_stride_s, v_descale_stride_b,
                 v_descale_stride_s, table_row, num_pages,
                 edges_within(edges, span, span + UNIT, KEYS), lowest, readable, cache_leftpad,
-                leftpad, tree_low, tree_high, tokens, length_k, diagonal, window_left,
+                leftpad, tree_low, tree_high, slope, tokens, length_k, diagonal, window_left,
                 window_right, factor, cap_log2,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT,
                 SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
@@ -259,8 +264,8 @@ def attend_part(
             q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale,
             v_descale, k_descale_stride_b, k_descale_stride_s, v_descale_stride_b,
             v_descale_stride_s, table_row, num_pages, edges, lowest, readable, cache_leftpad,
-            leftpad, tree_low, tree_high, tokens, length_k, diagonal, window_left, window_right,
-            factor, cap_log2,
+            leftpad, tree_low, tree_high, slope, tokens, length_k, diagonal, window_left,
+            window_right, factor, cap_log2,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP,
             TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
         )  # fmt: skip
@@ -294,8 +299,8 @@ def attend_part(
     do_not_specialize=[
         "out_parts", "lse_parts", "cache_seqlens", "page_table", "cache_batch_idx",
         "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "q_descale", "k_descale", "v_descale",
-        "sinks", "metadata", "tree_mask", "lse_ptr", "lse_stride_b", "lse_stride_h", "table_stride",
-        "tree_stride_b", "tree_stride_s",
+        "sinks", "metadata", "tree_mask", "slopes", "lse_ptr", "lse_stride_b", "lse_stride_h",
+        "table_stride", "tree_stride_b", "tree_stride_s", "slopes_stride_b",
         "q_descale_stride_b", "q_descale_stride_h", "k_descale_stride_b", "k_descale_stride_s",
         "k_descale_stride_h", "v_descale_stride_b", "v_descale_stride_s", "v_descale_stride_h",
         "batch", "seqlen_q", "total_q", "seqlen_k",
@@ -323,6 +328,7 @@ def decode_kernel(
     sinks,
     metadata,
     tree_mask,
+    slopes,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -340,6 +346,7 @@ def decode_kernel(
     table_stride,
     tree_stride_b,
     tree_stride_s,
+    slopes_stride_b,
     q_descale_stride_b,
     q_descale_stride_h,
     k_descale_stride_b,
@@ -411,12 +418,12 @@ def decode_kernel(
             attend_part(
                 q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, out_parts, lse_parts, cache_seqlens,
                 page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
-                q_descale, k_descale, v_descale, sinks, metadata, tree_mask, q_stride_b, q_stride_s,
-                q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
+                q_descale, k_descale, v_descale, sinks, metadata, tree_mask, slopes, q_stride_b,
+                q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
                 v_stride_h, out_stride_b, out_stride_s, out_stride_h, lse_stride_b,
-                lse_stride_h, table_stride, tree_stride_b, tree_stride_s, q_descale_stride_b,
-                q_descale_stride_h,
-                k_descale_stride_b, k_descale_stride_s, k_descale_stride_h, v_descale_stride_b,
+                lse_stride_h, table_stride, tree_stride_b, tree_stride_s, slopes_stride_b,
+                q_descale_stride_b, q_descale_stride_h, k_descale_stride_b, k_descale_stride_s,
+                k_descale_stride_h, v_descale_stride_b,
                 v_descale_stride_s, v_descale_stride_h, batch, seqlen_q, total_q, seqlen_k,
                 seqlen_new, capacity, num_caches, num_pages, num_heads_kv, options_hash,
                 window_left, window_right, scale_log2, cap_log2, STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V,
