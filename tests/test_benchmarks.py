@@ -314,14 +314,21 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def bench(tmp_path, *options: str) -> int:
-    quick = ("--quick", "--rounds", "2", "--output", str(tmp_path), "--device", "cpu")
-    return main(["bench", *quick, *options])
+@pytest.fixture
+def bench(tmp_path, capsys):
+    """Runs a quick suite on the CPU and returns the records it wrote and what it printed."""
+
+    def run(suite: str, *options: str, status: int = 0) -> tuple[list[dict], str]:
+        given = ("--quick", "--rounds", "2", "--output", str(tmp_path), "--device", "cpu")
+        assert main(["bench", *given, "--suite", suite, *options]) == status
+        return lines(tmp_path / f"{suite}.jsonl")[1:], capsys.readouterr().out
+
+    return run
 
 
-def test_quick_grid_writes_lines_table_and_figure(tmp_path, capsys):
-    assert bench(tmp_path, "--head-dim", "64") == 0
-    header, *records = lines(tmp_path / "grid.jsonl")
+def test_quick_grid_writes_lines_table_and_figure(tmp_path, bench):
+    records, printed = bench("grid", "--head-dim", "64")
+    header, *_ = lines(tmp_path / "grid.jsonl")
     assert {"device", "torch", "triton", "commit", "lowering", "flashattn3"} <= header.keys()
     assert [r["provider"] for r in records] == [OURS, "math", "naive"] * 4
     for r in records:
@@ -330,9 +337,7 @@ def test_quick_grid_writes_lines_table_and_figure(tmp_path, capsys):
         assert r["tflops"] > 0
     assert records[0]["backend"] == "reference"
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    assert "bwd d64 causal" in printed
-    assert "geometric mean" in printed
+    assert "bwd d64 causal" in printed and "geometric mean" in printed
 
 
 REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 products
@@ -348,12 +353,11 @@ QUICK = {
 
 
 @pytest.mark.parametrize("suite", QUICK)
-def test_quick_suites(suite, tmp_path, capsys):
-    options, providers, num_cells, printed = QUICK[suite]
-    assert bench(tmp_path, "--suite", suite, *options) == 0
-    _, *records = lines(tmp_path / f"{suite}.jsonl")
+def test_quick_suites(suite, bench):
+    options, providers, num_cells, wanted = QUICK[suite]
+    records, printed = bench(suite, *options)
     assert [r["provider"] for r in records] == providers * num_cells
-    assert printed in capsys.readouterr().out
+    assert wanted in printed
     ours, other, *_ = records
     if suite == "memory":
         assert all(r["peak_bytes"] > 0 for r in records)
@@ -366,9 +370,8 @@ def test_quick_suites(suite, tmp_path, capsys):
         assert {r["direction"] for r in records} == {"bwd"}
 
 
-def test_quick_fp8_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "fp8", "--head-dim", "64", *REFERENCE) == 0
-    _, *records = lines(tmp_path / "fp8.jsonl")
+def test_quick_fp8_suite(bench):
+    records, printed = bench("fp8", *D64)
     assert [r["provider"] for r in records] == [*EIGHT_BIT, OURS, "math"] * 2
     assert all(r["status"] == "ok" and r["dtype"] == "bfloat16" for r in records)
     dtypes = [*["int8", "float8_e4m3fn"] * 3, "int8", "bfloat16", "bfloat16"]
@@ -377,7 +380,6 @@ def test_quick_fp8_suite(tmp_path, capsys):
     assert fp8["backend"] == "reference"
     ratio = fp8["tflops"] / records[7]["tflops"]
     assert fp8["speed_ratio"][OURS] == pytest.approx(ratio)
-    printed = capsys.readouterr().out
     assert (
         f"speed of {FP8_INT8} over {FP8_E4M3} / {FAST_INT8} / {FAST_E4M3} / {WHOLE_INT8} / "
         f"{WHOLE_E4M3} / {WHOLE_SMOOTH} / {OURS} / math" in printed
@@ -388,15 +390,14 @@ def test_quick_fp8_suite(tmp_path, capsys):
     assert f"{(smooth - plain) * 1e3:.1f} ({(smooth / plain - 1) * 100:.1f} %)" in printed
 
 
-def host_records(tmp_path, monkeypatch, status: int) -> list[dict]:
+@pytest.fixture
+def few_samples(monkeypatch):
     monkeypatch.setattr(host_suite, "SAMPLES", 2)
     monkeypatch.setattr(host_suite, "WARM_UP_CALLS", 2)
-    assert bench(tmp_path, "--suite", "host", *REFERENCE) == status
-    return lines(tmp_path / "host.jsonl")[1:]
 
 
-def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
-    records = host_records(tmp_path, monkeypatch, 0)
+def test_host_suite_on_a_cpu(bench, few_samples):
+    records, printed = bench("host", *REFERENCE)
     assert [(r["direction"], r["provider"]) for r in records] == [
         *(("forward", name) for name in (OURS, WHOLE_INT8, "fa2")),
         *((work, name) for work in list(host_suite.WORK)[1:] for name in (OURS, "fa2")),
@@ -406,21 +407,20 @@ def test_host_suite_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert all(r["status"] == "ok" and r["median_ms"] > 0 for r in records)
     median = {(r["direction"], r["provider"]): r["median_ms"] for r in records}
     assert median[host_suite.BOTH, OURS] > median["forward", OURS]
-    assert "host time (us): flashattn3 / quantize+int8 / fa2" in capsys.readouterr().out
+    assert "host time (us): flashattn3 / quantize+int8 / fa2" in printed
 
 
-def test_a_wrong_call_has_no_host_time(tmp_path, monkeypatch):
+def test_a_wrong_call_has_no_host_time(bench, few_samples, monkeypatch):
     monkeypatch.setitem(PROVIDERS, OURS, lambda q, k, v, causal: 0 * (q + k + v))
-    records = host_records(tmp_path, monkeypatch, 1)
+    records, _ = bench("host", *REFERENCE, status=1)
     records = [r for r in records if r["direction"] not in HOST_WORK]
     assert {r["status"] for r in records if r["provider"] == OURS} == {"FAILED"}
     assert {r["status"] for r in records if r["provider"] != OURS} == {"ok"}
 
 
 @pytest.mark.slow
-def test_quick_accuracy_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 0
-    _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
+def test_quick_accuracy_suite(tmp_path, bench):
+    records, printed = bench("fp8-accuracy", *REFERENCE)
     assert [r["provider"] for r in records] == list(PRECISIONS) * 11
     assert {r["seed"] for r in records} == {0}
     dtypes = {r["provider"]: r["qk_dtype"] for r in records}
@@ -429,26 +429,23 @@ def test_quick_accuracy_suite(tmp_path, capsys):
     assert all(r["status"] == "ok" and 0 < r["relative_error"] < 0.2 for r in records)
     assert any(r["rows_compared"] < r["seqlen_k"] for r in records)
     assert (tmp_path / "fp8-accuracy.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
     assert "RMSE / RMS of the fp64 reference: bf16 / fp16 / fp8 per tensor" in printed
     *_, growth = findings(records)
     assert growth in printed
 
 
 @pytest.mark.slow
-def test_quick_distributions_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 0
-    _, *records = lines(tmp_path / "fp8-distributions.jsonl")
+def test_quick_distributions_suite(bench):
+    records, printed = bench("fp8-distributions", "--seqlen", "128", *REFERENCE)
     names = [f"{who} {dtype}" for dtype in ("int8", "e4m3") for who in ("flashattn3", "honest")]
     assert [r["provider"] for r in records] == names * len(distribution_cases((128,), (64,)))
     assert {(r["head_dim"], r["seqlen_k"], r["status"]) for r in records} == {(64, 128, "ok")}
     assert all(0.45 < r["heavy_probability"] < 0.55 for r in records if "heavy-p0.5" in r["case"])
-    printed = capsys.readouterr().out
     assert "RMSE / RMS of the fp64 reference: " + " / ".join(names) in printed
     assert "bias / mean magnitude of the fp64 reference" in printed
 
 
-def test_a_missed_bound_keeps_its_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
+def test_a_missed_bound_keeps_its_number_and_fails_the_run(bench, monkeypatch):
     def wrong(**arguments):
         out, lse = flash_attn_func(**arguments)
         return out * 1.1, lse
@@ -456,33 +453,29 @@ def test_a_missed_bound_keeps_its_number_and_fails_the_run(tmp_path, monkeypatch
     monkeypatch.setattr("flashattn3.flash_attn_func", wrong)
     few = [case for case in distribution_cases((128,), (64,)) if case.name in ("ones", "mean-1")]
     monkeypatch.setattr("flashattn3_bench.command.distribution_cases", lambda *_: few)
-    assert bench(tmp_path, "--suite", "fp8-distributions", "--seqlen", "128", *REFERENCE) == 1
-    _, *records = lines(tmp_path / "fp8-distributions.jsonl")
+    records, printed = bench("fp8-distributions", "--seqlen", "128", *REFERENCE, status=1)
     ours = [r for r in records if r["provider"].startswith(OURS)]
     assert len(ours) == 4
     assert all(r["status"] == "MISSED" and 0.09 < r["error"] < 0.11 for r in ours)
-    printed = capsys.readouterr().out
     assert "0.1! / " in printed
     assert re.search(r"MISSED fwd ones-128-d64 flashattn3 int8: bias 0.[01]\d* > 0.01\n", printed)
 
 
-def test_a_precision_that_gives_nan_fails_the_run(tmp_path, monkeypatch, capsys):
+def test_a_precision_that_gives_nan_fails_the_run(bench, monkeypatch):
     def spoilt(precision, q, k, v):
         return arguments_in(precision, q * (math.nan if "block" in precision else 1.0), k, v)
 
     monkeypatch.setattr("flashattn3_bench.accuracy_suite.arguments_in", spoilt)
     few = accuracy_cases(quick=True)[:2]
     monkeypatch.setattr("flashattn3_bench.command.accuracy_cases", lambda quick: few)
-    assert bench(tmp_path, "--suite", "fp8-accuracy", *REFERENCE) == 1
-    _, *records = lines(tmp_path / "fp8-accuracy.jsonl")
+    records, printed = bench("fp8-accuracy", *REFERENCE, status=1)
     assert len(records) == 2 * len(PRECISIONS)
     assert all((r["status"] == "FAILED") == ("block" in r["provider"]) for r in records)
-    assert "out holds inf or NaN" in capsys.readouterr().out
+    assert "out holds inf or NaN" in printed
 
 
-def test_quick_quantize_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "quantize", "--head-dim", "64") == 0
-    _, *records = lines(tmp_path / "quantize.jsonl")
+def test_quick_quantize_suite(bench):
+    records, printed = bench("quantize", "--head-dim", "64")
     assert [r["provider"] for r in records] == [OURS, "copy"] * 5
     for ours, copy in zip(records[::2], records[1::2], strict=True):
         tensors = 3 if ours["row"].startswith("q, k, v at once") else 1
@@ -490,18 +483,12 @@ def test_quick_quantize_suite(tmp_path, capsys):
         assert ours["num_bytes"] == 3 * numbers + 4 * scales
         assert copy["num_bytes"] == 4 * numbers
         assert ours["speed_ratio"]["copy"] == pytest.approx(ours["gb_per_s"] / copy["gb_per_s"])
-    assert [r["quantized_dtype"] for r in records[::2]] == [
-        "float8_e4m3fn",
-        "int8",
-        "float8_e4m3fn",
-        "int8",
-        "int8",
-    ]
-    printed = capsys.readouterr().out
+    dtypes = [*["float8_e4m3fn", "int8"] * 2, "int8"]
+    assert [r["quantized_dtype"] for r in records[::2]] == dtypes
     assert "q, k rotated, int8" in printed and "GB/s" in printed
 
 
-def test_wrong_quantization_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
+def test_wrong_quantization_has_no_number_and_fails_the_run(bench, monkeypatch):
     one, all_three = quantize_suite.quantize_block_fp8, quantize_suite.quantize_qkv
 
     def wrong(x, **options):
@@ -512,10 +499,10 @@ def test_wrong_quantization_has_no_number_and_fails_the_run(tmp_path, monkeypatc
 
     monkeypatch.setattr(quantize_suite, "quantize_block_fp8", wrong)
     monkeypatch.setattr(quantize_suite, "quantize_qkv", wrong_v)
-    assert bench(tmp_path, "--suite", "quantize", "--head-dim", "128") == 1
-    ours = [r for r in lines(tmp_path / "quantize.jsonl")[1:] if r["provider"] == OURS]
+    records, printed = bench("quantize", "--head-dim", "128", status=1)
+    ours = [r for r in records if r["provider"] == OURS]
     assert len(ours) == 5 and all("gb_per_s" not in r for r in ours)
-    assert "differ from torch's" in capsys.readouterr().out
+    assert "differ from torch's" in printed
 
 
 def test_quantized_tensors_are_taken_in_turn():
@@ -527,22 +514,19 @@ def test_quantized_tensors_are_taken_in_turn():
         assert all(x is y for x, y in zip(group, wanted, strict=True))
 
 
-def test_quick_varlen_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "varlen") == 0
-    _, *records = lines(tmp_path / "varlen.jsonl")
+def test_quick_varlen_suite(bench):
+    records, printed = bench("varlen")
     assert [r["provider"] for r in records] == [OURS, "dense"] * 24
     assert [r["direction"] for r in records] == ["fwd"] * 24 + ["bwd"] * 24
     grouped = [r["row"] for r in records[::2] if "gqa" in r["case"]]
     assert grouped[-2:] == ["bwd d128 full 2/1 heads", "bwd d128 causal 2/1 heads"]
     for ours, dense in zip(records[::2], records[1::2], strict=True):
         assert ours["speed_ratio"]["dense"] == pytest.approx(ours["tflops"] / dense["tflops"])
-    printed = capsys.readouterr().out
     assert "varlen fwd, all cells: dense" in printed and "varlen bwd, all cells: dense" in printed
 
 
-def test_quick_robot_suite(tmp_path, capsys):
-    assert bench(tmp_path, "--suite", "robot", *REFERENCE) == 0
-    _, *records = lines(tmp_path / "robot.jsonl")
+def test_quick_robot_suite(bench):
+    records, printed = bench("robot", *REFERENCE)
     assert [r["provider"] for r in records] == [OURS, "math", "naive", ON_FEW_SMS] * 4
     assert [r["column"] for r in records[::4]] == list(robot_suite.TIMES) * 2
     assert [r["head_dim"] for r in records[::8]] == [64, 256]
@@ -551,7 +535,6 @@ def test_quick_robot_suite(tmp_path, capsys):
             assert (r["status"], r["reason"]) == ("absent", "a CPU has no SMs")
         else:
             assert r["status"] == "ok"
-    printed = capsys.readouterr().out
     assert "robot fwd, GPU, all cells: math" in printed
     assert "robot fwd, host + GPU, all cells: math" in printed
 
@@ -662,31 +645,29 @@ def test_the_whole_time_ends_when_the_work_is_done():
     assert order == ["wait", "call", "wait", "call", "wait"]
 
 
-def test_the_named_backend_is_the_one_that_is_timed(tmp_path, capsys):
-    options = ("--suite", "shapes", "--direction", "fwd", "--baselines", "math")
-    assert bench(tmp_path, *options, "--backend", "reference") == 0
-    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["provider"] == OURS]
-    assert {r["backend"] for r in ours} == {"reference"}
-    assert bench(tmp_path, *options, "--backend", "hopper") == 1
-    assert "needs an NVIDIA GPU" in capsys.readouterr().out
+def test_the_named_backend_is_the_one_that_is_timed(bench):
+    options = ("shapes", "--direction", "fwd", "--baselines", "math", "--backend")
+    records, _ = bench(*options, "reference")
+    assert {r["backend"] for r in records if r["provider"] == OURS} == {"reference"}
+    _, printed = bench(*options, "hopper", status=1)
+    assert "needs an NVIDIA GPU" in printed
 
 
-def test_a_wrong_result_has_no_number_and_fails_the_run(tmp_path, monkeypatch, capsys):
+def test_a_wrong_result_has_no_number_and_fails_the_run(bench, monkeypatch):
     wrong = dict(
         providers.PROVIDERS, **{OURS: lambda q, k, v, causal: naive(q, k, v, causal) * 1.01}
     )
     monkeypatch.setattr("flashattn3_bench.runner.PROVIDERS", wrong)
-    assert bench(tmp_path, "--suite", "shapes", "--direction", "fwd") == 1
-    ours = [r for r in lines(tmp_path / "shapes.jsonl")[1:] if r["provider"] == OURS]
+    records, printed = bench("shapes", "--direction", "fwd", status=1)
+    ours = [r for r in records if r["provider"] == OURS]
     assert all(r["status"] == "FAILED" and "median_ms" not in r for r in ours)
-    assert "FAILED fwd" in capsys.readouterr().out
+    assert "FAILED fwd" in printed
 
 
-def test_a_baseline_that_refuses_is_absent(tmp_path):
-    assert bench(tmp_path, "--direction", "fwd", "--head-dim", "64", "--baselines", "cudnn") == 0
-    absent = [r for r in lines(tmp_path / "grid.jsonl")[1:] if r["provider"] == "cudnn"]
-    assert absent
-    assert all(r["status"] == "absent" and r["reason"] for r in absent)
+def test_a_baseline_that_refuses_is_absent(bench):
+    records, _ = bench("grid", "--direction", "fwd", "--head-dim", "64", "--baselines", "cudnn")
+    absent = [r for r in records if r["provider"] == "cudnn"]
+    assert absent and all(r["status"] == "absent" and r["reason"] for r in absent)
 
 
 @pytest.mark.gpu
