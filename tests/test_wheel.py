@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -176,6 +177,17 @@ def test_wheels_of_one_library(tmp_path, monkeypatch):
     assert added == {f"flashattn3/{OPS_LIBRARY}"} and pure <= binary
     assert any(name.endswith("/THIRD_PARTY_NOTICES") for name in pure)
     assert {"flashattn3", "flashattn3_bench"} <= {name.split("/")[0] for name in pure}
+    venv.create(tmp_path / "environment")
+    pip = [sys.executable, "-m", "pip", f"--python={tmp_path}/environment/bin/python", "install"]
+    # Where the pure wheel is, pip leaves it alone, as docs/install.md says.
+    for name, options, found in (
+        (second, (), 0),
+        (first, (), 0),
+        (first, ("--force-reinstall",), 1),
+    ):
+        given = "--quiet", "--no-deps", "--no-index", *options, tmp_path / "first" / name
+        subprocess.run([*pip, *given], check=True)
+        assert len([*(tmp_path / "environment").rglob(OPS_LIBRARY.name)]) == found
 
 
 def test_the_hub_takes_the_libraries_of_wheels(tmp_path):
