@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flashattn3 import masks
@@ -184,8 +183,9 @@ def check_lists(lists, seen):
     """The contract of ``BlockLists``. seen: (batch, heads, rows, columns)."""
     entries, work, tiles = lists.entries.long(), lists.work.long(), lists.tiles
     assert lists.entries.dtype == lists.work.dtype == torch.int32
-    lacking = -seen.shape[-1] % BLOCK_COLUMNS, -seen.shape[-2] % BLOCK_ROWS
-    padded = pad(seen, (0, lacking[0], 0, lacking[1]))
+    sizes = zip(seen.shape[-2:], (BLOCK_ROWS, BLOCK_COLUMNS), strict=True)
+    padded = seen.new_zeros(*seen.shape[:2], *(-(-n // block) * block for n, block in sizes))
+    padded[..., : seen.shape[-2], : seen.shape[-1]] = seen  # torch 2.9 pads no empty tensor
     blocks = padded.unflatten(-1, (-1, BLOCK_COLUMNS)).unflatten(-3, (-1, BLOCK_ROWS))
     blocks = blocks.transpose(-2, -3)  # (batch, heads, row blocks, column blocks, 128, 64)
     counts = blocks.sum((-1, -2))
