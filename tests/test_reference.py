@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import flash_attn_func
 from flashattn3.backends.device import DeviceInfo
-from flashattn3.backends.reference import backend as reference
-from flashattn3.backends.reference.backend import BACKEND, ReferenceConfig, ReferenceLaunch
+from flashattn3.backends.reference import buckets, tiled_call
+from flashattn3.backends.reference.backend import BACKEND, ReferenceLaunch
+from flashattn3.backends.reference.buckets import ReferenceConfig
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.fields import Options, ScoreScale
 from flashattn3.call.operands import Tensors, metadata_of
@@ -225,7 +226,8 @@ class Elements(TorchDispatchMode):
 @pytest.fixture
 def capturing(monkeypatch):
     """As while a CUDA graph is captured: no value may be read on the host."""
-    monkeypatch.setattr(reference, "_is_capturing", lambda device: True)
+    for module in (buckets, tiled_call):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
 
 
 @pytest.mark.parametrize("is_varlen", (False, True), ids=("dense", "varlen"))
