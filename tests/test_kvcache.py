@@ -66,7 +66,7 @@ CASES = (
     CacheCase("scale-negative", LENGTHS, options={"softmax_scale": -0.3}),
     CacheCase("scale-zero", LENGTHS, options={"softmax_scale": 0.0}),
     CacheCase("leftpad", (9, 40, 200), leftpad=(0, 7, 130), page_size=16),
-    CacheCase("leftpad-all", (9, 40), leftpad=(9, 40)),
+    CacheCase("leftpad-all", (9, 40), leftpad=(9, 40), page_size=256),
     CacheCase("batch-idx", LENGTHS, others=3),
     CacheCase("batch-idx-paged", LENGTHS, others=3, page_size=16),
     CacheCase("sinks", LENGTHS, sinks=True),

@@ -33,7 +33,8 @@ def locate_keys(
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table_row + first_key // PAGE_SIZE)
             has_page = (page >= 0) & (page < num_pages)
-            lost = (has_page == 0).to(tl.int32)
+            # A sequence that is all padding sees no page.
+            lost = ((has_page == 0) & (lowest < length)).to(tl.int32)
             # Triton's interpreter has no "and" of a block and a scalar that stays a mask.
             exists = exists & (position < tl.where(has_page, length, 0))
         else:
