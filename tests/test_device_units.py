@@ -10,7 +10,6 @@ forward_emulation.cpp (of cached calls and listed masks) and backward_emulation.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,8 @@ from helpers import ROOT
 
 if not (ROOT / "build_support").is_dir():
     pytest.skip("needs a source checkout", allow_module_level=True)
-sys.path.insert(0, str(ROOT))
 
-from build_support.toolchain import BuildError, find_toolchain
+from support.checkout import checkout_to_build_in
 
 DEVICE_TESTS = ROOT / "tests" / "device"
 FOLDERS = ("tile", "attention")
@@ -59,16 +57,7 @@ def test_every_unit_test_has_a_header():
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the checkout to build in."""
-    try:
-        find_toolchain()
-    except BuildError as error:
-        pytest.skip(str(error).replace("\n", " "))
-    copy = tmp_path_factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
-    for name in ("flashattn3", "build_support", "third_party", "csrc", "tests/device"):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    return copy
+    return checkout_to_build_in(tmp_path_factory, "tests/device")
 
 
 def build(checkout: Path, program: str) -> Path:

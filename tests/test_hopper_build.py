@@ -17,7 +17,8 @@ from helpers import ROOT
 
 if not (ROOT / "build_support").is_dir():
     pytest.skip("needs a source checkout", allow_module_level=True)
-sys.path.insert(0, str(ROOT))  # an installed package does not bring the build along
+
+from support.checkout import checkout_to_build_in
 
 from build_support import device_checks, ptxas, toolchain, units
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
@@ -188,14 +189,7 @@ def run(source: Path, *command: str, **environment: str) -> subprocess.Completed
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A copy of the checkout with one kernel config compiled in it."""
-    try:
-        find_toolchain()
-    except BuildError as error:
-        pytest.skip(str(error).replace("\n", " "))
-    copy = tmp_path_factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
-    for name in ("flashattn3", "build_support", "third_party", "csrc"):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    copy = checkout_to_build_in(tmp_path_factory)
     done = run(copy, "-m", "build_support", FLASHATTN3_KERNELS=f"{ROW}_*")
     assert done.returncode == 0, done.stdout + done.stderr
     return copy

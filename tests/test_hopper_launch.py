@@ -22,7 +22,7 @@ from flashattn3.backends.hopper.kernel_configs import (
     select_forward_config,
 )
 from flashattn3.backends.hopper.launch import Launch, backward_launch, forward_launch
-from flashattn3.backends.hopper.launch_record import LaunchRecord
+from flashattn3.backends.hopper.launch_record import DecodeRecord, LaunchRecord
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.dtypes import FP8
 from flashattn3.call.fields import Options
@@ -65,12 +65,16 @@ def prepared(tensors, prepare=forward_launch, device=H100, **options):
     return prepare(problem, device, built(config), LIBRARY)
 
 
-def test_the_record_has_the_fields_of_the_struct_in_cpp():
-    header = ROOT / "csrc" / "launch" / "params.h"
+RECORDS = {"params.h": LaunchRecord, "decode_params.h": DecodeRecord}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_record_has_the_fields_of_the_struct_in_cpp(name):
+    header = ROOT / "csrc" / "launch" / name
     if not header.is_file():
         pytest.skip("needs a source checkout")
     fields = re.findall(r"^  FIELD\((\w+), (\w+)\)", header.read_text(), re.MULTILINE)
-    types = {name: kind.__name__ for name, kind in get_type_hints(LaunchRecord).items()}
+    types = {name: kind.__name__ for name, kind in get_type_hints(RECORDS[name]).items()}
     assert [(name, kind) for kind, name in fields] == [*types.items()]
 
 

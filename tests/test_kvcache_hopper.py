@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import get_type_hints
 
 import pytest
 import torch
@@ -202,15 +201,6 @@ def test_a_launch_without_triton_appends_nothing(monkeypatch):
     said = HOPPER.decline_reason(problem, H100)
     assert said == "runs Triton's kernel for this: Triton is not installed"
     assert choose(problem_of(tensors_of()), H100, BACKENDS).backend.name == "hopper"
-
-
-def test_the_record_has_the_fields_of_the_struct_in_cpp():
-    header = ROOT / "csrc" / "launch" / "decode_params.h"
-    if not header.is_file():
-        pytest.skip("needs a source checkout")
-    fields = re.findall(r"^  FIELD\((\w+), (\w+)\)", header.read_text(), re.MULTILINE)
-    types = {name: kind.__name__ for name, kind in get_type_hints(DecodeRecord).items()}
-    assert [(name, kind) for kind, name in fields] == [*types.items()]
 
 
 def test_the_layout_of_the_metadata_is_that_of_the_kernel():
