@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 import flashattn3
 from flashattn3.call.operands import Tensors
 
-from .checking import FORWARD_FACTOR, GRADIENT_FACTOR, attention, check, gradients
+from .checking import FORWARD_FACTOR, GRADIENT_FACTOR, Case, attention, check, gradients
 from .inputs import RESULTS, Call, Inputs, make_inputs
 from .providers import OURS
 from .runner import Record, Settings, run_providers
@@ -33,7 +34,7 @@ def providers_of(cell: Cell) -> tuple[str, ...]:
 
 def run_scores(cell: Cell, settings: Settings) -> list[Record]:
     """A record for each of ``providers_of``."""
-    inputs = make_inputs(cell.case, settings.device, settings.dtype)
+    inputs = make_inputs(_in_one_row(cell.case), settings.device, settings.dtype)
 
     def checked(name: str) -> tuple[Call, Record]:
         given = _given(name, inputs)
@@ -43,6 +44,31 @@ def run_scores(cell: Cell, settings: Settings) -> list[Record]:
 
     clock = make_clock(settings.device, inputs.num_bytes)
     return run_providers(cell, providers_of(cell), checked, settings, clock)
+
+
+def _in_one_row(case: Case) -> Case:
+    """The sequences of a varlen case, if it is one, side by side."""
+    if not case.varlen:
+        return case
+    total = sum(case.seqlens_q)
+    sizes = {"batch": 1, "seqlen_q": total, "seqlen_k": total}
+    return replace(case, **sizes, seqlens_q=None, seqlens_k=None)
+
+
+def _function(case: Case, device: torch.device) -> Call:
+    """Of q, k and v with an axis of sequences; that of a varlen call has one."""
+    if not case.varlen:
+        return flashattn3.flash_attn_func
+    edges = torch.tensor([0, *case.seqlens_q]).cumsum(0, dtype=torch.int32).to(device)
+    longest = (case.seqlen_q,) * 2
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        rows = (x.squeeze(0) for x in (q, k, v))
+        found = flashattn3.flash_attn_varlen_func(*rows, edges, edges, *longest, **options)
+        more = options["return_max_logit"]
+        return (found[0].unsqueeze(0), found[1]) if more else found.unsqueeze(0)
+
+    return attend
 
 
 def _given(name: str, inputs: Inputs) -> dict[str, Tensor]:
@@ -65,11 +91,11 @@ def _prepared(cell: Cell, inputs: Inputs, given: dict[str, Tensor], **more: Any)
     q, k, v, dout = inputs
     options = {"causal": cell.case.causal, "window_size": cell.case.window, **more}
     if cell.direction == "fwd":
-        attend = partial(flashattn3.flash_attn_func, q, k, v, **options, **given)
+        attend = partial(_function(cell.case, q.device), q, k, v, **options, **given)
         return lambda: (attend()[0] if more["return_max_logit"] else attend(),)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     given = {n: x.requires_grad_(n != TENSOR_OF[SLOPES]) for n, x in given.items()}
-    out = flashattn3.flash_attn_func(*leaves, **options, **given)
+    out = _function(cell.case, q.device)(*leaves, **options, **given)
     leaves += [x for x in given.values() if x.requires_grad]
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
@@ -79,10 +105,11 @@ def _check(
 ) -> None:
     """AssertionError if a result of the last sequence and KV head breaks the tolerance rule."""
     last, case = slice(-1, None), cell.case
+    rows = slice(-case.seqlens_q[-1] if case.varlen else 0, None)  # of the last sequence
     group = slice(-(case.num_heads_q // case.num_heads_kv), None)  # the query heads of a KV head
     places = {"out": group, "dq": group, "dk": last, "dv": last}
-    q, dout = (x[last, :, group] for x in (inputs.q, inputs.dout))
-    k, v = (x[last, :, last] for x in (inputs.k, inputs.v))
+    q, dout = (x[last, rows, group] for x in (inputs.q, inputs.dout))
+    k, v = (x[last, rows, last] for x in (inputs.k, inputs.v))
     of_head = {n: (x[:, group] if n == "bias" else x[group]).detach() for n, x in given.items()}
     tensors, options = Tensors(q, k, v, **of_head), case.reference_options()
     expected = []
@@ -94,4 +121,4 @@ def _check(
             expected.append(gradients(tensors, dout, **options, dtype=dtype)[:3])
     factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
     for of, got, *wanted in zip(RESULTS[cell.direction], results, *expected, strict=False):
-        check(of, got[last, :, places[of]], *wanted, factor, case.name, name)
+        check(of, got[last, rows, places[of]], *wanted, factor, case.name, name)

@@ -78,14 +78,21 @@ class Cell:
         """As the papers count: two products forward, five backward, half of them if causal, and
         with a window of causal calls those of visible scores."""
         case = self.case
-        scores = case.seqlen_q * case.seqlen_k / (2 if case.causal else 1)
-        left = case.window[0]
-        if case.causal and left >= 0:
-            seen = min(left + 1, case.seqlen_q)
-            scores = seen * (case.seqlen_q - (seen - 1) / 2)
-        products = case.batch * case.num_heads_q * scores
+        of_one = (case.seqlen_q,), (case.seqlen_k,)
+        lengths = (case.seqlens_q, case.seqlens_k) if case.varlen else of_one
+        scores = sum(_num_scores(case, *of) for of in zip(*lengths, strict=True))
+        products = scores * case.num_heads_q * (1 if case.varlen else case.batch)
         forward = 2 * products * (case.head_dim + case.head_dim_v)
         return forward * (2.5 if self.direction == "bwd" else 1.0)
+
+
+def _num_scores(case: Case, seqlen_q: int, seqlen_k: int) -> float:
+    """Of one sequence and head."""
+    left = case.window[0]
+    if case.causal and left >= 0:
+        seen = min(left + 1, seqlen_q)
+        return seen * (seqlen_q - (seen - 1) / 2)
+    return seqlen_q * seqlen_k / (2 if case.causal else 1)
 
 
 def cells(
@@ -112,15 +119,19 @@ QUICK_SEQLEN = 128
 
 
 def _cut_down(case: Case) -> Case:
-    """One sequence of at most QUICK_SEQLEN tokens and few heads."""
+    """One sequence of at most QUICK_SEQLEN tokens, or a short one behind it, and few heads."""
     heads_kv = min(case.num_heads_kv, 2)
     qhead_per_kvhead = min(case.num_heads_q // case.num_heads_kv, 2)
     seqlen_q, seqlen_k = min(case.seqlen_q, QUICK_SEQLEN), min(case.seqlen_k, QUICK_SEQLEN)
     mask = "causal" if case.causal else "full"
+    lengths = (seqlen_q, 40) if case.varlen else None
     return replace(
         case,
-        name=f"quick-d{_dims(case)}-{mask}-{seqlen_q}x{seqlen_k}-h{heads_kv * qhead_per_kvhead}",
+        name=f"quick-d{_dims(case)}-{mask}-{seqlen_q}x{seqlen_k}-h{heads_kv * qhead_per_kvhead}"
+        + "-varlen" * case.varlen,
         batch=1,
+        seqlens_q=lengths,
+        seqlens_k=lengths,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         num_heads_q=heads_kv * qhead_per_kvhead,

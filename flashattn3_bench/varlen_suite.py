@@ -10,6 +10,7 @@ from torch import Tensor
 import flashattn3
 
 from .checking import Case
+from .checking.cases import LENGTHS
 from .gate import Gate
 from .inputs import Inputs, prepare
 from .providers import OURS, ours
@@ -17,8 +18,6 @@ from .runner import OK, Record, Settings
 from .suites import Cell
 from .timing import interleave, make_clock
 
-# Tokens of the sequences: from some hundred to some thousand, none a multiple of a tile.
-LENGTHS = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
 QUICK_LENGTHS = (7, 30, 19)
 DENSE = "dense"
 

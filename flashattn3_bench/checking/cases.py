@@ -389,8 +389,11 @@ NAMED_SHAPES: tuple[Case, ...] = (
     *MODEL_SHAPES,
 )
 
-# Calls whose scores change: of the grid, a bias that sequences share, windows of grouped heads, and
-# the pairs of a protein model, whose rows share a bias.
+# Tokens of the sequences of a varlen batch: from some hundred to some thousand, none a multiple of
+# a tile.
+LENGTHS = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
+# Calls whose scores change: of the grid, a bias that sequences share, windows of grouped heads, in
+# sequences of unequal lengths too, and the pairs of a protein model, whose rows share a bias.
 SCORE_SHAPES: tuple[Case, ...] = (
     *(
         case
@@ -408,6 +411,13 @@ SCORE_SHAPES: tuple[Case, ...] = (
         )
         for window in (128, 1024)
         for n in (4096, 32768)
+    ),
+    *(
+        varlen(
+            f"d64-window{window}-varlen-h64-8", LENGTHS, LENGTHS, (64, 8), causal=True,
+            window=(window - 1, -1),
+        )
+        for window in (128, 1024)
     ),
     *(
         dense(f"d32-pairs-{n}-bias", (n, n), (4, 4), (32, 32), batch=n, bias="rows")
