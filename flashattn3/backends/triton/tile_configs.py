@@ -69,6 +69,9 @@ class Tiles(NamedTuple):
 
     def with_bias(self, head_dim: int, wgmma: bool) -> Tiles:
         """The tiles of calls with a bias, a block of which takes shared memory and registers."""
+        if wgmma and head_dim <= 32:
+            dkdv = Tile(64, 64, 4, 3, max_registers=128)
+            return self._replace(bwd_dkdv=dkdv, bwd_dq=Tile(64, 64, 4, 3))
         if wgmma and head_dim <= 64:
             return self._replace(bwd_dq=Tile(64, 64, 4, 3))
         if wgmma and 96 < head_dim <= 128:
