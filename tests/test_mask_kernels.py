@@ -42,6 +42,7 @@ CASES = {
         given(torch.tensor([64, -5, 1000])), seqlen=200, causal=True
     ),
     "ids": lambda: masks.documents(ids=given(runs(2, 2, 333, 90)), causal=True),
+    "lengths-long": lambda: masks.documents(given(torch.tensor([3000, 70, 900])), seqlen=4100),
     "ids-bytes": lambda: masks.documents(ids=given(runs(3, 1, 70, 5)).to(torch.uint8)),
     "ids-one-run": lambda: masks.documents(ids=given(torch.zeros(1, 600, dtype=torch.int32))),
     "ids-strided": lambda: masks.documents(ids=given(runs(4, 130, 2, 50)).T),
@@ -96,9 +97,9 @@ WORDS = "i64", "i64"
 BLOCKS = "i8", "i8", "i32", "i32"  # kinds and work of either side
 TOKENS = {"CAUSAL": True, "TOKENS": triton_lists.TOKENS}
 SAMPLES = {
-    "lengths": ("spans_of_lengths_kernel", ("i64", *SPANS), TOKENS, (8192, 12)),
-    "ids": ("spans_of_ids_kernel", ("i32", *SPANS), TOKENS, (8192,)),
-    "kinds": ("kinds_kernel", (*SPANS, *BLOCKS), {}, (2, 8192, 8192, 1)),
+    "lengths": ("spans_of_lengths_kernel", ("i64", *SPANS, "i32"), TOKENS, (8192, 12)),
+    "ids": ("spans_of_ids_kernel", ("i32", *SPANS, "i32"), TOKENS, (8192,)),
+    "kinds": ("kinds_kernel", (*SPANS, "i32", *BLOCKS), {}, (2, 8192, 8192, 1)),
     "bits": (
         "bits_kernel",
         ("u8", None, "i32", "i32", *BLOCKS),
@@ -110,6 +111,12 @@ SAMPLES = {
         ("u8", "i32", "i32", "i32", *BLOCKS),
         {"FULL": 2, "WHOLE": False},
         *((1, 8192, 8192, 64, 64), (8192, 8192, 8192, 1)),
+    ),
+    "bits-of-kinds": (
+        "bits_kernel",
+        (None, "u8", "i32", "i32", *BLOCKS),
+        {"FULL": 1, "WHOLE": True},
+        *((1, 8192, 8192, 128, 128), (0, 0, 0, 0)),
     ),
     "block-kinds": (
         "block_kinds_kernel",

@@ -78,21 +78,21 @@ def documents(
         check_bounds(function, "lengths.sum(-1)", lengths, 0, seqlen, of=lambda x: x.sum(-1))
         lengths = torch.atleast_2d(lengths)
     if seqlen and triton_lists.serve(lengths if ids is None else ids):
-        begins, ends = triton_lists.spans_of_documents(lengths, ids, seqlen, causal)
+        spans = triton_lists.spans_of_documents(lengths, ids, seqlen, causal)
     else:
-        begins, ends = _spans_of_documents(lengths, ids, seqlen, causal)
-    batch = begins.shape[0]
+        spans = _spans_of_documents(lengths, ids, seqlen, causal)
+    batch = spans[0].shape[0]
     # Of a document that ends inside a block of rows, all blocks are partial there; where it begins
     # too. Other blocks are partial at its two ends and, if causal, at the diagonal.
     blocks = -(-seqlen // BLOCK_COLUMNS)
     most = batch * (4 * blocks + 4)
-    return _of_spans(Grid(batch, 1, seqlen, seqlen), begins, ends, most, most)
+    return _of_spans(Grid(batch, 1, seqlen, seqlen), *spans[:2], most, most, *spans[2:])
 
 
 def _spans_of_documents(
     lengths: Tensor | None, ids: Tensor | None, seqlen: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """What ``triton_lists.spans_of_documents`` gives, int64, in torch operations."""
+    """The first two that ``triton_lists.spans_of_documents`` gives, int64, in torch operations."""
     if ids is not None:
         begins, ends = _runs(ids)
         seen = ids >= 0
@@ -236,11 +236,19 @@ def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return starts, torch.maximum(starts, ends)
 
 
-def _of_spans(grid: Grid, starts: Tensor, ends: Tensor, *most_partial: int | None) -> Mask:
-    """The mask of spans as ``block_kinds.of_spans`` takes them. most_partial: of
-    blocks of queries and of blocks of keys."""
+def _of_spans(
+    grid: Grid,
+    starts: Tensor,
+    ends: Tensor,
+    most_of_queries: int | None,
+    most_of_keys: int | None,
+    bounds: Tensor | None = None,
+) -> Mask:
+    """The mask of spans as ``block_kinds.of_spans`` takes them. most: bounds on the partial blocks
+    of queries and of keys. bounds: as ``triton_lists.of_spans`` takes them, on a GPU."""
+    most_partial = most_of_queries, most_of_keys
     if grid.num_blocks and triton_lists.serve(starts):
-        lists = triton_lists.of_spans(grid, starts, ends, most_partial)
+        lists = triton_lists.of_spans(grid, starts, ends, most_partial, bounds)
         return Mask(*lists, grid.rows, grid.columns)
     lists = [
         assembled(of, kinds, words_of_spans(of, starts, ends, of_keys), most, exact=True)

@@ -21,7 +21,7 @@ from .block_lists import BLOCK_ROWS, BlockLists, Grid
 if TYPE_CHECKING:
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
-TOKENS = 128  # of a program that looks for the documents of tokens
+TOKENS = BLOCK_ROWS  # of a program that looks for the documents of tokens
 BLOCKS = 64  # entries of a block mask that a program reads at once
 OLDEST = 8, 0  # compute capability
 
@@ -56,8 +56,9 @@ def _launch(name: str, source: str, index: int | None, **constants: object) -> V
 
 def spans_of_documents(
     lengths: Tensor | None, ids: Tensor | None, seqlen: int, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The keys of each token, spans [start, end): int32 (batch, 1, seqlen, 1).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys of each token, spans [start, end): int32 (batch, 1, seqlen, 1); and the bounds of
+    ``of_spans``.
 
     lengths: (batch, documents) or None; ids: (batch, seqlen).
     """
@@ -66,29 +67,37 @@ def spans_of_documents(
     shape = batch, 1, seqlen, 1
     starts = torch.empty(shape, dtype=torch.int32, device=device)
     ends = torch.empty(shape, dtype=torch.int32, device=device)
+    blocks = -(-seqlen // TOKENS)
+    bounds = torch.empty((batch, blocks, 2), dtype=torch.int32, device=device)
     name, numbers = "spans_of_ids_kernel", (seqlen,)
     if lengths is not None:
         name, numbers = "spans_of_lengths_kernel", (seqlen, given.shape[1])
     launch = _launch(name, str(given.dtype), device.index, CAUSAL=causal, TOKENS=TOKENS)
     with on_device(given):
-        launch((-(-seqlen // TOKENS), batch, 1), (given, starts, ends), (), numbers)
-    return starts, ends
+        launch((blocks, batch, 1), (given, starts, ends, bounds), (), numbers)
+    return starts, ends, bounds
 
 
 def of_spans(
-    grid: Grid, starts: Tensor, ends: Tensor, most_partial: tuple[int | None, int | None]
+    grid: Grid,
+    starts: Tensor,
+    ends: Tensor,
+    most_partial: tuple[int | None, int | None],
+    bounds: Tensor | None = None,
 ) -> tuple[BlockLists, BlockLists]:
     """The lists of queries and of keys of spans of keys.
 
     grid: its rows are queries. starts, ends: integers (batch, heads, queries, n), spans that do not
         overlap. most_partial: of either side, a bound on the number of partial blocks.
+    bounds: int32 (batch * heads, blocks of 128 queries, 2), the first key that one of them sees and
+        the one past the last; without them each list looks at all spans.
     """
     starts, ends = starts.int().contiguous(), ends.int().contiguous()
     sizes, n, device = _sizes_of(grid, most_partial), starts.shape[-1], starts.device
     with on_device(starts):
         kinds, work = sizes.kinds_and_work(device, torch.empty)
-        launch = _launch("kinds_kernel", "spans", device.index)
-        launch(sizes.lists, (starts, ends, *kinds, *work), (), (*sizes.of_masks, n))
+        launch = _launch("kinds_kernel", str(bounds is None), device.index)
+        launch(sizes.lists, (starts, ends, bounds, *kinds, *work), (), (*sizes.of_masks, n))
         return _listed(sizes, kinds, work, (starts, ends, None, None), n)
 
 

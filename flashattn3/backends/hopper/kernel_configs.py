@@ -201,7 +201,7 @@ MEASURED = "H100 80GB HBM3, forward_check --time, 2026-11-21"
 MEASURED_64 = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-25"
 MEASURED_SHORT = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-26"
 MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
-MEASURED_LISTED = "H100 80GB HBM3, beside dense calls, 2026-11-27"
+MEASURED_MASK = "H100 80GB HBM3, beside dense calls, 2026-11-27"
 MEASURED_BIAS = "H100 80GB HBM3, beside FlexAttention, 2026-11-27"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 MEASURED_SCORES = "H100 80GB HBM3, forward_check, 2026-11-27"
@@ -261,14 +261,27 @@ FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 192, True, 192, 64, 2, 3, 2, head_dim_v=128, term=LARGEST),
     *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, term=LARGEST),
     *_forward_configs(
-        SIXTEEN_BIT, 64, True, 128, 128, 4, 2, 2, listed=True, measured=MEASURED_LISTED
+        SIXTEEN_BIT, 64, True, 128, 128, 4, 2, 2, listed=True, measured=MEASURED_MASK
     ),
     *_forward_configs(
-        SIXTEEN_BIT, 128, True, 128, 128, 2, 2, 2, listed=True, measured=MEASURED_LISTED
+        SIXTEEN_BIT, 128, True, 128, 128, 2, 2, 2, listed=True, measured=MEASURED_MASK
     ),
-    # Right on an H100, but not timed.
-    *_forward_configs(SIXTEEN_BIT, 192, True, 128, 64, 3, 2, 2, head_dim_v=128, listed=True),
-    *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, listed=True),
+    *_forward_configs(
+        SIXTEEN_BIT,
+        192,
+        True,
+        128,
+        64,
+        3,
+        2,
+        2,
+        head_dim_v=128,
+        listed=True,
+        measured=MEASURED_MASK,
+    ),
+    *_forward_configs(
+        SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, listed=True, measured=MEASURED_MASK
+    ),
     # 8 bits: then keys_per_descale, promote_keys
     *_forward_configs(EIGHT_BIT, 64, False, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
     *_forward_configs(EIGHT_BIT, 64, True, 192, 128, 4, 3, 2, 64, 768, measured=MEASURED_8),
@@ -298,8 +311,8 @@ BACKWARD_CONFIGS = (
     *_backward_configs(128, 128, 2, 2, measured=BACKWARD_MEASURED),
     *_backward_configs(64, 64, 2, 3, term=BIAS, measured=MEASURED_BIAS),
     *_backward_configs(128, 128, 2, 2, term=BIAS, measured=MEASURED_BIAS),
-    *_backward_configs(64, 64, 4, 2, listed=True, measured=MEASURED_LISTED),
-    *_backward_configs(128, 128, 2, 2, listed=True, measured=MEASURED_LISTED),
+    *_backward_configs(64, 64, 4, 2, listed=True, measured=MEASURED_MASK),
+    *_backward_configs(128, 128, 2, 2, listed=True, measured=MEASURED_MASK),
     *_backward_configs(192, 128, 2, 2, measured=BACKWARD_MEASURED_192_128),
     *_backward_configs(192, 192, 2, 2, measured=BACKWARD_MEASURED_192),
     *_backward_configs(256, 256, 2, 2, measured=BACKWARD_MEASURED),

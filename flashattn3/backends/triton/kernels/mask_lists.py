@@ -19,20 +19,28 @@ LISTS = tl.constexpr(1024)  # whose counts a program reads at once
 
 
 @triton.jit
-def _store_spans(starts, ends, begin, end, seen, tokens, seqlen, CAUSAL: tl.constexpr):
+def _store_spans(
+    starts, ends, bounds_ptr, begin, end, seen, tokens, seqlen, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """Stores the spans of a program's tokens, and the first key and the last one that they see."""
+    seen = seen & (tokens < seqlen)
     begin, end = tl.where(seen, begin, 0), tl.where(seen, end, 0)
     if CAUSAL:
         end = tl.minimum(end, tokens + 1)
     tl.store(starts + tokens, begin, mask=tokens < seqlen)
     tl.store(ends + tokens, end, mask=tokens < seqlen)
+    bounds = bounds_ptr + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * 2
+    tl.store(bounds, tl.min(tl.where(end > begin, begin, seqlen), 0))
+    tl.store(bounds + 1, tl.max(tl.where(end > begin, end, 0), 0))
 
 
 @triton.jit(do_not_specialize=["seqlen", "num_documents"])
 def spans_of_lengths_kernel(
-    lengths_ptr, starts_ptr, ends_ptr, seqlen, num_documents, CAUSAL: tl.constexpr,
+    lengths_ptr, starts_ptr, ends_ptr, bounds_ptr, seqlen, num_documents, CAUSAL: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The span of keys of each token. Grid: blocks of TOKENS tokens, batch."""
+    """The span of keys of each token. bounds: int32 (batch, blocks, 2). Grid: blocks of TOKENS
+    tokens, batch."""
     row = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     begin = tl.zeros((TOKENS,), dtype=tl.int32)
@@ -50,7 +58,7 @@ def spans_of_lengths_kernel(
         begin = tl.maximum(begin, tl.max(tl.where(behind, 0, edges), 1))
         end = tl.minimum(end, tl.min(tl.where(behind, edges, seqlen + 1), 1))
     starts, ends = starts_ptr + row * seqlen, ends_ptr + row * seqlen
-    _store_spans(starts, ends, begin, end, end <= seqlen, tokens, seqlen, CAUSAL)
+    _store_spans(starts, ends, bounds_ptr, begin, end, end <= seqlen, tokens, seqlen, CAUSAL)
 
 
 @triton.jit
@@ -66,9 +74,9 @@ def _differs(ids, tokens, step: tl.constexpr, seqlen):
 
 @triton.jit(do_not_specialize=["seqlen"])
 def spans_of_ids_kernel(
-    ids_ptr, starts_ptr, ends_ptr, seqlen, CAUSAL: tl.constexpr, TOKENS: tl.constexpr
+    ids_ptr, starts_ptr, ends_ptr, bounds_ptr, seqlen, CAUSAL: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """The run of equal numbers of each token. Grid: blocks of TOKENS tokens, batch."""
+    """The run of equal numbers of each token; otherwise as ``spans_of_lengths_kernel``."""
     row = tl.program_id(1).to(tl.int64)
     ids = ids_ptr + row * seqlen
     first = tl.program_id(0) * TOKENS
@@ -97,7 +105,7 @@ def spans_of_ids_kernel(
     end = tl.where(end == seqlen, found, end) + 1
     seen = tl.load(ids + tokens, mask=tokens < seqlen, other=0) >= 0
     starts, ends = starts_ptr + row * seqlen, ends_ptr + row * seqlen
-    _store_spans(starts, ends, begin, end, seen, tokens, seqlen, CAUSAL)
+    _store_spans(starts, ends, bounds_ptr, begin, end, seen, tokens, seqlen, CAUSAL)
 
 
 @triton.jit
@@ -146,15 +154,31 @@ def _rows_seen(spans, first_row, blocks):
     return tl.sum(_overlap(start, end, first_row, first_row + ROWS), 1)
 
 
+@triton.jit
+def _sees_chunk(bounds_ptr, mask_idx, row_block, first, queries):
+    """1 if a row of the block may see one of the CHUNK column blocks from the first on, else 0."""
+    IN_CHUNK: tl.constexpr = CHUNK * COLUMNS // ROWS
+    row_blocks = tl.cdiv(queries, ROWS)
+    places = tl.arange(0, IN_CHUNK)
+    block = _of_side(row_block + 0 * places, first * COLUMNS // ROWS + places)
+    start = _of_side(first * COLUMNS, row_block * ROWS)
+    end = start + _of_side(CHUNK * COLUMNS, ROWS)
+    bounds = bounds_ptr + (mask_idx * row_blocks + block) * 2
+    low = tl.load(bounds, mask=block < row_blocks, other=2**31 - 1)
+    high = tl.load(bounds + 1, mask=block < row_blocks, other=0)
+    return tl.max(((low < end) & (high > start)).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["num_masks", "queries", "keys", "n"])
 def kinds_kernel(
-    starts_ptr, ends_ptr, kinds_q_ptr, kinds_k_ptr, work_q_ptr, work_k_ptr, num_masks, queries,
-    keys, n,
+    starts_ptr, ends_ptr, bounds_ptr, kinds_q_ptr, kinds_k_ptr, work_q_ptr, work_k_ptr, num_masks,
+    queries, keys, n,
 ):  # fmt: skip
     """The kinds of all blocks of a list, and the numbers of full and of listed ones.
 
-    starts, ends: int32 (num_masks, queries, n), spans of keys that do not overlap. num_masks: batch
-    * heads. Grid: the larger number of lists, 2.
+    starts, ends: int32 (num_masks, queries, n), spans of keys that do not overlap. bounds: int32
+    (num_masks, blocks of 128 queries, 2), the first key that one of them sees and the one past the
+    last, or None. num_masks: batch * heads. Grid: the larger number of lists, 2.
     """
     rows, row_blocks, column_blocks = _sizes(queries, keys)
     row_list = tl.program_id(0)
@@ -168,7 +192,12 @@ def kinds_kernel(
     for first in range(0, column_blocks, CHUNK):
         blocks = first + tl.arange(0, CHUNK)
         counts = tl.zeros((CHUNK,), dtype=tl.int32)
-        for i in range(n):
+        spans_of_chunk = n
+        if bounds_ptr is not None:
+            spans_of_chunk = n * _sees_chunk(
+                bounds_ptr, mask_idx, row_list % row_blocks, first, queries
+            )
+        for i in range(spans_of_chunk):
             spans = (starts_ptr, ends_ptr, mask_idx, i, queries, n)
             if tl.program_id(1) == 0:
                 counts += _seen_by_rows(spans, first_row, blocks)
@@ -232,7 +261,7 @@ def _seen(visible_ptr, kinds_ptr, query, key, strides, inside, blocks, FULL: tl.
           WHOLE: tl.constexpr):  # fmt: skip
     """int32 (128, 128): which keys each query sees; see ``bits_kernel``. strides: of visible's
     queries and keys. blocks: their sizes, and the number of blocks of keys."""
-    read = inside
+    read, seen = inside, tl.zeros((ROWS, ROWS), dtype=tl.int32)
     if kinds_ptr is not None:
         row, column = query // blocks[0] * blocks[2], key // blocks[1]
         if WHOLE:
@@ -241,15 +270,12 @@ def _seen(visible_ptr, kinds_ptr, query, key, strides, inside, blocks, FULL: tl.
         else:
             kinds = kinds_ptr + row[:, None] + column[None, :]
             kind = tl.load(kinds, mask=inside, other=0).to(tl.int32)
-        is_full = (inside & (kind == FULL)).to(tl.int32)
+        seen = (inside & (kind == FULL)).to(tl.int32)
         read = inside & (kind == 1)
-        if visible_ptr is None:
-            return is_full
-    places = query[:, None] * tl.cast(strides[0], tl.int64)
-    places = visible_ptr + places + key[None, :] * tl.cast(strides[1], tl.int64)
-    seen = (tl.load(places, mask=read, other=0) != 0).to(tl.int32)
-    if kinds_ptr is not None:
-        seen = seen | is_full
+    if visible_ptr is not None:
+        places = query[:, None] * tl.cast(strides[0], tl.int64)
+        places = visible_ptr + places + key[None, :] * tl.cast(strides[1], tl.int64)
+        seen |= (tl.load(places, mask=read, other=0) != 0).to(tl.int32)
     return seen
 
 
