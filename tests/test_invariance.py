@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import GPU, TRITON_DTYPES
+from helpers import GPU, TRITON_DTYPES, needs_hopper
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 from torch import Tensor
 
@@ -34,8 +34,11 @@ BACKENDS = [
     *(("reference", dtype) for dtype in (torch.float16, torch.float32)),
     *(("triton", dtype) for dtype in TRITON_DTYPES),
 ]
+HOPPER = ("hopper", torch.float16), ("hopper", torch.bfloat16)
 by_backend = pytest.mark.parametrize(
-    ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")
+    ("backend", "dtype"),
+    [*BACKENDS, *(pytest.param(*of, marks=needs_hopper) for of in HOPPER)],
+    ids=lambda x: str(x).removeprefix("torch."),
 )
 
 
@@ -182,6 +185,7 @@ by_parts = pytest.mark.parametrize(
     [
         *((*of, "") for of in BACKENDS if of[0] == "reference"),
         *((*of, way) for of in BACKENDS if of[0] == "triton" for way in ("spread", "joined")),
+        *(pytest.param(*of, "", marks=needs_hopper) for of in HOPPER),
     ],
     indirect=["parts"],
     ids=lambda x: str(x).removeprefix("torch."),
@@ -198,16 +202,22 @@ def test_a_row_has_the_bits_of_its_sequence_alone(backend, dtype, parts, device)
 @by_parts
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_many_random_calls(name, backend, dtype, parts, device):
-    number = 400 if GPU else 40 if backend == "reference" else 6
+    if backend == "hopper" and CASES[name].stored:
+        pytest.skip("Triton reads caches of 8 bits")
+    number = 100 if GPU else 40 if backend == "reference" else 6
     check_random_calls(number, name, MANY, device, backend, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["causal", "window"])
-@pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=lambda x: str(x).removeprefix("torch."))
-def test_a_graph_has_the_bits_of_eager_calls(name, dtype, sms_left_free):
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [*BACKENDS[-len(TRITON_DTYPES) :], *(pytest.param(*of, marks=needs_hopper) for of in HOPPER)],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_a_graph_has_the_bits_of_eager_calls(name, backend, dtype, sms_left_free):
     """Captured with one length, replayed with others, on fewer SMs, beside other sequences."""
-    of = sequences_of(name, MANY, torch.device("cuda"), "triton", dtype)
+    of = sequences_of(name, MANY, torch.device("cuda"), backend, dtype)
     keys = [torch.stack([x[0]] * 3) for x in (of.k, of.v)]
     lengths = torch.ones(3, dtype=torch.int32, device="cuda")
     q = torch.stack([of.q[0][:4]] * 3)

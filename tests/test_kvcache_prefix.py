@@ -59,6 +59,8 @@ def test_a_prefix_is_the_first_keys_of_every_sequence(name, backend, dtype, devi
     seqlen_q, options = CASES[name]
     arguments, prefix, own = call_of(seqlen_q, device, dtype)
     options = dict(options)
+    if backend == "hopper" and "num_splits" in options:
+        pytest.skip("Hopper cuts the batch into equal shares")
     if options.pop("sinks", False):
         options["sinks"] = torch.randn(8, generator=torch.Generator().manual_seed(1)).to(device)
     if options.pop("new", False):

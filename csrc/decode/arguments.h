@@ -95,6 +95,9 @@ struct Arguments {
   PartMemory* part_memory;
   int part_records;    // of part_memory; 0: no work tile has several CTAs
   Counters* counters;  // null with whole_tiles
+  // Of kernels with spans: KV blocks of a span, and each CTA's slots for partial results
+  // (spans.cuh).
+  int span_blocks, span_slots;
 };
 
 // The arguments of a plain call (is_plain in launch/decode_arguments.h), with constants for those

@@ -13,6 +13,7 @@
 #include "decode/epilogue.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/softmax.cuh"
+#include "decode/spans.cuh"
 #include "decode/traits.cuh"
 #include "decode/workspace.h"
 #include "ptx/arrival_counter.cuh"
@@ -109,13 +110,18 @@ class Combine {
     const int warp = threadIdx.x / 32;
     if (warp < count && threadIdx.x % 32 == 0) {
       const Part& part = storage_.pending[warp].part;
-      const ArrivalGroup group = ArrivalGroup::of(storage_.share.cta, part);
+      const ArrivalGroup group = Traits::kConfig.spans ? ArrivalGroup{part.first_cta, part.num_ctas}
+                                                       : ArrivalGroup::of(storage_.share.cta, part);
       storage_.is_last[warp] =
           arrive_last(group.counter(*args_.counters, part), storage_.launch, group.num_ctas);
     }
     named_barrier_sync(1, kCombineThreads);  // Sync: is_last is written.
     for (int i = 0; i < count; ++i) {
-      if (storage_.is_last[i]) combine_tile(storage_.pending[i], storage_.is_last[i]);
+      if constexpr (Traits::kConfig.spans) {
+        if (storage_.is_last[i]) join_spans(storage_.pending[i]);
+      } else {
+        if (storage_.is_last[i]) combine_tile(storage_.pending[i], storage_.is_last[i]);
+      }
     }
   }
 
@@ -133,6 +139,51 @@ class Combine {
   // O of such a row.
   __device__ __forceinline__ float* out_at(int row) const {
     return args_.partial_out + int64_t{row} * args_.head_dim_v;
+  }
+
+  // Joins the spans of a work tile, all of which are stored, in the order of their keys. kGroup
+  // values are loaded before the first is used.
+  __device__ __forceinline__ void join_spans(const PendingPart& pending) const {
+    const Part& part = pending.part;
+    const PackedTile tile = PackedTile::of(args_, pending.sequence, part);
+    const RowStore store(args_, tile, pending.sequence, part);
+    const BlockRange blocks =
+        visible_blocks<Traits::kBlockN>(args_, pending.sequence, tile, pending.sequence.n_blocks);
+    const int vectors = args_.out_vectors;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tile.num_rows() * vectors; i += kCombineThreads) {
+      int row, column;
+      args_.out_vectors(row, column, i);
+      SpanWalk walk(args_, storage_.share, pending.sequence, part, blocks);
+      const auto load = [&](float4& value, float2& stats) {
+        const SpanSlots slots(args_, walk.cta());
+        const int64_t at = slots.row_at(walk.slot(), row);
+        // L2 only: other SMs have written these lines during the kernel.
+        value = __ldcg(reinterpret_cast<const float4*>(slots.out_at(at)) + column);
+        stats = __ldcg(slots.stats_at(at));
+      };
+      float4 sum;
+      float2 first;
+      load(sum, first);
+      RowStats all{first.x, first.y};
+#pragma unroll 1
+      for (int left = walk.num_more(); left > 0; left -= kGroup) {
+        float4 value[kGroup];
+        float2 stats[kGroup];
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) {
+          if (k < left) walk.advance(), load(value[k], stats[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) {
+          if (k >= left) break;
+          const SpanJoin join = SpanJoin::of(all, {stats[k].x, stats[k].y});
+          sum = make_float4(join(sum.x, value[k].x), join(sum.y, value[k].y),
+                            join(sum.z, value[k].z), join(sum.w, value[k].w));
+        }
+      }
+      store.template store<Traits::kElement>(row, column * 4, sum, all);
+    }
   }
 
   // Combines this CTA's group of parts, which is complete, then the groups if they are.

@@ -14,7 +14,10 @@ struct Config {
                    // 2
   int num_stages_beside;  // of them in use where two CTAs share an SM, a power of 2
   int num_q_buffers;      // 2: the next part's Q is loaded while this part is computed
-  int num_consumers;      // warpgroups, 1 or 2, that take the KV blocks of a part in turn
+  int num_consumers;      // warpgroups, which take the KV blocks of a part in turn
+  bool spans;     // results of fixed spans of keys are joined in order (spans.cuh, split_tokens)
+  int row_tiles;  // tiles of packed rows that a CTA computes at once: 1, or with spans one for each
+                  // consumer warpgroup, which then takes every KV block
 };
 
 // A short call is bound by instructions that run once, of which plain calls need two thirds.
@@ -38,21 +41,26 @@ constexpr int num_threads(const Config& config) { return 128 * (config.num_consu
 // With one consumer warpgroup two CTAs share an SM.
 constexpr int ctas_per_sm(const Config& config) { return config.num_consumers == 1 ? 2 : 1; }
 
+// Warpgroups that take the KV blocks of a tile of rows in turn.
+constexpr int num_turns(const Config& config) { return config.num_consumers / config.row_tiles; }
+// KV blocks that the warpgroups take at a time; 0: the kernel has no spans.
+constexpr int span_step(const Config& config) { return config.spans ? num_turns(config) : 0; }
+
 constexpr int row_bytes(const Config& config) { return config.head_dim * 2; }
+// Of one tile of rows.
 constexpr int q_tile_bytes(const Config& config) { return kBlockM * row_bytes(config); }
 constexpr int kv_tile_bytes(const Config& config) { return config.block_n * row_bytes(config); }
 
 // O and the row statistics that one consumer warpgroup hands to the other: 4 bytes per element and
 // 16 bytes per thread.
 constexpr int exchange_bytes(const Config& config) {
-  if (config.num_consumers == 1) return 0;
+  if (num_turns(config) == 1) return 0;
   return kBlockM * config.head_dim * 4 + 128 * 16;
 }
 
 constexpr int smem_bytes(const Config& config) {
-  return kSharedStorageBytes + config.num_q_buffers * q_tile_bytes(config) +
-         2 * config.num_consumers * config.num_stages * kv_tile_bytes(config) +
-         exchange_bytes(config);
+  return kSharedStorageBytes + config.num_q_buffers * config.row_tiles * q_tile_bytes(config) +
+         2 * num_turns(config) * config.num_stages * kv_tile_bytes(config) + exchange_bytes(config);
 }
 
 }  // namespace flashattn3::decode

@@ -1,11 +1,13 @@
-// A consumer warpgroup: runs the main loop on its KV blocks of each part. Warpgroup 1 hands its
-// results to warpgroup 0, which stores the work tile or this CTA's part of it.
+// A consumer warpgroup: runs the main loop on its KV blocks of each part. Where two take them in
+// turn, warpgroup 1 hands its results to warpgroup 0, which stores the work tile or this CTA's part
+// of it.
 #pragma once
 
 #include "decode/combine.cuh"
 #include "decode/epilogue.cuh"
 #include "decode/mainloop.cuh"
 #include "decode/part_queue.cuh"
+#include "decode/spans.cuh"
 #include "decode/traits.cuh"
 
 namespace flashattn3::decode {
@@ -33,9 +35,17 @@ class Consumer {
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
       const PackedTile tile = PackedTile::of(args_, sequence, part);
-      mainloop_.attend(o, softmax, tile, sequence, part);
-      if constexpr (Traits::kConsumers == 2) exchange(part, o, softmax, write, read);
       const bool is_shared = part.num_ctas > 1;
+      if constexpr (kConfig.spans) {
+        const PackedTile rows = Traits::kRowTiles == 1 ? tile : tile.of_warpgroup(warpgroup_);
+        attend_spans(rows, visible_blocks<Traits::kBlockN>(args_, sequence, tile, part.n_blocks),
+                     sequence, part, o, softmax, write, read);
+        if (is_shared && threadIdx.x == 0) storage_.pending[num_pending] = {part, sequence};
+        num_pending += is_shared;
+        continue;
+      }
+      mainloop_.attend(o, softmax, tile, sequence, part);
+      if constexpr (Traits::kTurns == 2) exchange(part.n_blocks, o, softmax, write, read);
       if (warpgroup_ == 0 && is_shared) {
         combine.store_part(num_pending, part, sequence, o, softmax.row);
       } else if (warpgroup_ == 0) {
@@ -47,11 +57,53 @@ class Consumer {
   }
 
  private:
-  // Adds warpgroup 1's results of a part to those of warpgroup 0.
-  __device__ __forceinline__ void exchange(const Part& part, typename Mainloop<kConfig>::Out& o,
+  // Joins the spans of a part that begins its work tile and stores the result, or stores the result
+  // of each span. tile: of this warpgroup's rows. blocks: that the producer loads.
+  __device__ __forceinline__ void attend_spans(const PackedTile& tile, const BlockRange& blocks,
+                                               const CachedSequence& sequence, const Part& part,
+                                               typename Mainloop<kConfig>::Out& o,
+                                               typename Mainloop<kConfig>::Softmax& softmax,
+                                               PipelineState<1>& write, PipelineState<1>& read) {
+    const int cta = storage_.share.cta;
+    const int first_row = Traits::kRowTiles == 1 ? 0 : warpgroup_ * kBlockM;
+    const SpanSlots slots(args_, cta, first_row);
+    const bool leads = cta == part.first_cta;
+    const int num_rows = tile.num_rows();
+    const typename Mainloop<kConfig>::RowMask mask(args_, tile, sequence);
+    const ScoreScale scale = scale_of(args_, part);
+    RowStats all[2];
+    int slot = leads ? 0 : 1;
+    mainloop_.wait_for_q();
+    for (BlockRange span{blocks.begin, 0}; span.begin < blocks.end; span.begin = span.end) {
+      span.end = min(blocks.end, (span.begin / args_.span_blocks + 1) * args_.span_blocks);
+      mainloop_.start(o, softmax);
+      mainloop_.attend_blocks(o, softmax, mask, scale, span);
+      softmax.complete();
+      if constexpr (Traits::kTurns == 2) exchange(span, o, softmax, write, read);
+      if (Traits::kTurns == 2 && warpgroup_ != 0) continue;
+      if (!leads) {
+        slots.store<Traits>(slot++, num_rows, o, softmax.row);
+        continue;
+      }
+      if (span.begin == blocks.begin) {
+        all[0] = softmax.row[0], all[1] = softmax.row[1];
+      } else {
+        slots.join<Traits>(0, num_rows, o, all, softmax.row);
+      }
+      if (span.end < blocks.end || part.num_ctas > 1) slots.store<Traits>(0, num_rows, o, all);
+    }
+    mainloop_.release_q();
+    if ((Traits::kTurns == 1 || warpgroup_ == 0) && part.num_ctas == 1) {
+      store_out<Traits>(args_, tile, RowStore(args_, tile, sequence, part), o, all);
+    }
+  }
+
+  // Adds warpgroup 1's results of a part, or of a span, to those of warpgroup 0.
+  __device__ __forceinline__ void exchange(const BlockRange& blocks,
+                                           typename Mainloop<kConfig>::Out& o,
                                            typename Mainloop<kConfig>::Softmax& softmax,
                                            PipelineState<1>& write, PipelineState<1>& read) {
-    if (part.n_blocks.end - part.n_blocks.begin == 1) return;  // warpgroup 1 has no KV block
+    if (blocks.end - blocks.begin == 1) return;  // warpgroup 1 has no KV block
     if (warpgroup_ == 1) {
       storage_.exchange_empty.wait(write.phase());  // Sync: warpgroup 0 has read the last O.
       exchange_.write(o, softmax.row);

@@ -58,11 +58,15 @@ class Producer {
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
       BlockRows rows = find_rows(sequence, part, part.n_blocks.begin);
-      int warpgroup = 0;
+      int warpgroup = 0, end = part.n_blocks.end;
+      if constexpr (kConfig.spans) {
+        const PackedTile tile = PackedTile::of(args_, sequence, part);
+        end = visible_blocks<kBlockN>(args_, sequence, tile, part.n_blocks).end;
+      }
 #pragma unroll 1
-      for (int block = part.n_blocks.begin; block < part.n_blocks.end; ++block) {
+      for (int block = part.n_blocks.begin; block < end; ++block) {
         rows = load_kv(sequence, part, block, rows, warpgroup);
-        warpgroup = Traits::kConsumers - 1 - warpgroup;
+        warpgroup = kConfig.row_tiles > 1 ? 0 : Traits::kTurns - 1 - warpgroup;
         if (block == part.n_blocks.begin) publisher.publish_next();
       }
     }
@@ -81,7 +85,23 @@ class Producer {
                                          const Part& part) {
     // Sync: all QK GEMMs of the part that had this buffer are complete.
     storage_.q_empty[q_.index()].wait(q_.phase());
-    const uint32_t to = shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes;
+    const uint32_t to =
+        shared_ + Traits::kQOffset + q_.index() * Traits::kRowTiles * Traits::kQBytes;
+    if constexpr (Traits::kRowTiles == 1) {
+      copy_q(tile, sequence, part, to);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < Traits::kRowTiles; ++i) {
+        copy_q(tile.of_warpgroup(i), sequence, part, to + i * Traits::kQBytes);
+      }
+    }
+    arrive_when_copied(storage_.q_full[q_.index()]);
+    q_.advance();
+  }
+
+  // to: where in shared memory.
+  __device__ __forceinline__ void copy_q(const PackedTile& tile, const CachedSequence& sequence,
+                                         const Part& part, uint32_t to) const {
     const uint16_t* q = args_.q + part.batch_idx * args_.q_batch + vec_ * 8;
     const int num_rows = tile.num_rows();
 #pragma unroll 2
@@ -98,8 +118,6 @@ class Producer {
       }
       copy_async(swizzled<kBlockM>(to, row, vec_), from, exists);
     }
-    arrive_when_copied(storage_.q_full[q_.index()]);
-    q_.advance();
   }
 
   // Copies a KV block, and Q behind the first K tile of a part, for which the address is known

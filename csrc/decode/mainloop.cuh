@@ -25,41 +25,6 @@ class Mainloop {
   using Out = float[Traits::kOutRegisters];
   using Softmax = RowSoftmax<kBlockN>;
 
-  // warpgroup: 0 or 1, the same in all lanes of a warp.
-  __device__ __forceinline__ Mainloop(const Arguments& args, uint8_t* shared, int warpgroup)
-      : args_(args),
-        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
-        warpgroup_(warpgroup),
-        kv_(args.log2_stages, 0) {
-    const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
-    const uint32_t stages =
-        base + Traits::kKvOffset + warpgroup * (Traits::kStages * 2 * Traits::kKvBytes);
-    q_base_ = smem_desc_low(base + Traits::kQOffset, 16);
-    k_base_ = smem_desc_low(stages, 16);
-    v_base_ = smem_desc_low(stages + Traits::kKvBytes, kBlockN * 128);
-  }
-
-  // Computes O of this warpgroup's KV blocks of the part and its row statistics.
-  __device__ __forceinline__ void attend(Out& o, Softmax& softmax, const PackedTile& tile,
-                                         const CachedSequence& sequence, const Part& part) {
-#pragma unroll
-    for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
-    softmax.reset();
-    const RowMask mask(args_, tile, sequence);
-    const ScoreScale scale = scale_of(args_, part);
-    storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
-    fence_async_proxy();
-    const int first = part.n_blocks.begin + warpgroup_;
-    for (int block = first; block < part.n_blocks.end; block += Traits::kConsumers) {
-      step(o, softmax, mask, scale, block);
-    }
-    __syncwarp();
-    storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's QK GEMMs are complete.
-    q_.advance();
-    softmax.complete();
-  }
-
- private:
   // Keys that this thread's two rows see, and the keys that all rows of the work tile see.
   struct RowMask {
     KeyRange row[2];
@@ -81,17 +46,67 @@ class Mainloop {
     }
   };
 
+  // warpgroup: the same in all lanes of a warp.
+  __device__ __forceinline__ Mainloop(const Arguments& args, uint8_t* shared, int warpgroup)
+      : args_(args),
+        storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
+        turn_(Traits::kTurns == 1 ? 0 : warpgroup),
+        kv_(args.log2_stages, 0) {
+    const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
+    const uint32_t stages =
+        base + Traits::kKvOffset + turn_ * (Traits::kStages * 2 * Traits::kKvBytes);
+    const int row_tile = Traits::kRowTiles == 1 ? 0 : warpgroup;
+    q_base_ = smem_desc_low(base + Traits::kQOffset + row_tile * Traits::kQBytes, 16);
+    k_base_ = smem_desc_low(stages, 16);
+    v_base_ = smem_desc_low(stages + Traits::kKvBytes, kBlockN * 128);
+  }
+
+  // Computes O of this warpgroup's KV blocks of the part and its row statistics.
+  __device__ __forceinline__ void attend(Out& o, Softmax& softmax, const PackedTile& tile,
+                                         const CachedSequence& sequence, const Part& part) {
+    start(o, softmax);
+    const RowMask mask(args_, tile, sequence);
+    const ScoreScale scale = scale_of(args_, part);
+    wait_for_q();
+    attend_blocks(o, softmax, mask, scale, part.n_blocks);
+    release_q();
+    softmax.complete();
+  }
+
+  // The steps of attend, of which a kernel with spans takes some for each span.
+  __device__ __forceinline__ void start(Out& o, Softmax& softmax) const {
+#pragma unroll
+    for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
+    softmax.reset();
+  }
+  __device__ __forceinline__ void wait_for_q() const {
+    storage_.q_full[q_.index()].wait(q_.phase());  // Sync: Q is loaded.
+    fence_async_proxy();
+  }
+  __device__ __forceinline__ void release_q() {
+    __syncwarp();
+    storage_.q_empty[q_.index()].arrive_warp();  // Sync: this warp's QK GEMMs are complete.
+    q_.advance();
+  }
+  __device__ __forceinline__ void attend_blocks(Out& o, Softmax& softmax, const RowMask& mask,
+                                                const ScoreScale& scale, const BlockRange& blocks) {
+    for (int block = blocks.begin + turn_; block < blocks.end; block += Traits::kTurns) {
+      step(o, softmax, mask, scale, block);
+    }
+  }
+
+ private:
   __device__ __forceinline__ void step(Out& o, Softmax& softmax, const RowMask& mask,
                                        const ScoreScale& scale, int block) {
     float s[kBlockN / 2];
     Probabilities<kElement, kBlockN> p;
-    storage_.k_full[warpgroup_][kv_.index()].wait(kv_.phase());  // Sync: K is loaded.
+    storage_.k_full[turn_][kv_.index()].wait(kv_.phase());  // Sync: K is loaded.
     fence_async_proxy();
     gemm_ss<kElement, kBlockM, kBlockN, Traits::kHeadDim>(
-        s, q_base_ + q_.index() * (Traits::kQBytes / 16), stage(k_base_));
+        s, q_base_ + q_.index() * (Traits::kRowTiles * Traits::kQBytes / 16), stage(k_base_));
     warpgroup_wait<0>();
     warpgroup_fence_operand(s);
-    storage_.k_empty[warpgroup_][kv_.index()].arrive_warp();  // Sync: this warp has read K.
+    storage_.k_empty[turn_][kv_.index()].arrive_warp();  // Sync: this warp has read K.
 
     if (mask.has_rows) {
       float factor[2];
@@ -102,12 +117,12 @@ class Mainloop {
     }
     pack_probabilities<kElement, kBlockN>(p, s);
 
-    storage_.v_full[warpgroup_][kv_.index()].wait(kv_.phase());  // Sync: V is loaded.
+    storage_.v_full[turn_][kv_.index()].wait(kv_.phase());  // Sync: V is loaded.
     fence_async_proxy();
     gemm_rs<kElement, kBlockN, Traits::kHeadDim>(o, p, stage(v_base_));
     warpgroup_wait<0>();
     warpgroup_fence_operand(o);
-    storage_.v_empty[warpgroup_][kv_.index()].arrive_warp();  // Sync: this warp has read V.
+    storage_.v_empty[turn_][kv_.index()].arrive_warp();  // Sync: this warp has read V.
     kv_.advance();
   }
 
@@ -116,7 +131,10 @@ class Mainloop {
                                                  const ScoreScale& scale, int block) const {
     if (args_.score_scale.caps()) cap_scores(s, scale);
 #pragma unroll
-    for (int i = 0; i < kBlockN / 2; ++i) s[i] *= scale.factor;
+    for (int i = 0; i < kBlockN / 2; ++i) {
+      // With spans not a part of an fma: a row's bits would depend on where the compiler has one.
+      s[i] = kConfig.spans ? __fmul_rn(s[i], scale.factor) : s[i] * scale.factor;
+    }
     const int first_key = block * kBlockN;
     if (first_key >= mask.all.begin && first_key + kBlockN <= mask.all.end) return;
     const int key = first_key + thread_column(static_cast<int>(threadIdx.x % 32));
@@ -138,7 +156,7 @@ class Mainloop {
 
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
-  const int warpgroup_;
+  const int turn_;  // in which this warpgroup takes KV blocks
   uint32_t q_base_, k_base_, v_base_;
   PipelineState<Traits::kQBuffers> q_{0};
   StageState kv_;

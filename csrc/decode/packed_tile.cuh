@@ -38,6 +38,15 @@ struct PackedTile {
             .num_heads = min(rows.heads, args.qhead_per_kvhead - head)};
   }
 
+  // The tile of packed rows that a warpgroup computes of a work tile that has one for each.
+  __host__ __device__ __forceinline__ PackedTile of_warpgroup(int warpgroup) const {
+    const int tokens = kBlockM / heads_per_tile;
+    PackedTile tile = *this;
+    tile.first_query += warpgroup * tokens;
+    tile.num_queries = max(0, min(tokens, num_queries - warpgroup * tokens));
+    return tile;
+  }
+
   // One past the last row that exists. Rows before it may not exist in the last tile of heads.
   __host__ __device__ __forceinline__ int num_rows() const { return num_queries * heads_per_tile; }
   __host__ __device__ __forceinline__ bool has(int row) const {
@@ -73,6 +82,18 @@ __host__ __device__ __forceinline__ KeyRange visible_keys(const Arguments& args,
   if (args.window_left != INT_MAX) keys.begin = max(keys.begin, position - args.window_left);
   if (args.window_right != INT_MAX) keys.end = min(keys.end, position + args.window_right + 1);
   return keys;
+}
+
+// The KV blocks of a part that a query of its work tile may see, and one at least. The first
+// are those of the sequence.
+template <int kBlockN>
+__host__ __device__ __forceinline__ BlockRange visible_blocks(const Arguments& args,
+                                                              const CachedSequence& sequence,
+                                                              const PackedTile& tile,
+                                                              const BlockRange& n_blocks) {
+  const int keys = visible_keys(args, sequence, tile.first_query + tile.num_queries - 1).end;
+  const int end = (max(keys, 0) + kBlockN - 1) / kBlockN;
+  return {n_blocks.begin, max(n_blocks.begin + 1, min(n_blocks.end, end))};
 }
 
 // The scale of a part's scores, with its descales.

@@ -20,6 +20,8 @@ struct KernelTraits {
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.num_stages;
   static constexpr int kConsumers = kConfig.num_consumers;
+  static constexpr int kRowTiles = kConfig.row_tiles;
+  static constexpr int kTurns = num_turns(kConfig);
   static constexpr int kThreads = num_threads(kConfig);
   static constexpr int kCtasPerSm = ctas_per_sm(kConfig);
   static constexpr int kQBuffers = kConfig.num_q_buffers;
@@ -30,12 +32,12 @@ struct KernelTraits {
   // Byte offsets in shared memory: SharedStorage, Q buffers, the stages of each warpgroup with a K
   // and a V tile each, the exchange buffer.
   static constexpr int kQOffset = kSharedStorageBytes;
-  static constexpr int kKvOffset = kQOffset + kQBuffers * kQBytes;
-  static constexpr int kExchangeOffset = kKvOffset + 2 * kConsumers * kStages * kKvBytes;
+  static constexpr int kKvOffset = kQOffset + kQBuffers * kRowTiles * kQBytes;
+  static constexpr int kExchangeOffset = kKvOffset + 2 * kTurns * kStages * kKvBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
   static constexpr int kProducerRegisters = 104;
-  static constexpr int kConsumerRegisters = kConsumers == 1 ? 152 : 200;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 136 : kConsumers == 2 ? 200 : 152;
 
   static_assert(!is_quantized(kElement));
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);
@@ -43,7 +45,8 @@ struct KernelTraits {
   static_assert(kBlockN / 4 * kVecs % 32 == 0, "a warp copies 32 vectors at a time");
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * (65536 / (kCtasPerSm * kThreads) / 8 * 8));
-  static_assert(kConsumers == 1 || kConsumers == 2);
+  static_assert(kRowTiles == 1 || (kTurns == 1 && kConfig.spans));
+  static_assert(kTurns == 1 || kTurns == 2);
   static_assert(kConfig.num_stages_beside <= kStages);
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
@@ -75,7 +78,8 @@ struct PendingPart {
 //               consumer threads wait
 //   q_empty     1 per consumer warp, after its last QK GEMM of the part; the producer waits
 //   k_full, v_full   128, as q_full; the threads of one warpgroup wait
-//   k_empty, v_empty 1 per warp of that warpgroup (4); the producer waits
+//   k_empty, v_empty 1 per warp of that warpgroup (4), or of all that take every KV block; the
+//                    producer waits
 //   exchange_full    1 per warp of warpgroup 1 (4), after it has written O and its statistics;
 //                    warpgroup 0 waits
 //   exchange_empty   1 per warp of warpgroup 0 (4), after it has read them; warpgroup 1 waits
@@ -84,11 +88,11 @@ struct PendingPart {
 // Every thread that waits for a barrier waits for each of its phases: warpgroup 1 waits for Q and
 // releases it in a part that has no KV block for it too, and parts with one KV block have no phase
 // of the exchange barriers for either side.
-template <int kStages, int kQBuffers, int kConsumers>
+template <int kStages, int kQBuffers, int kConsumers, int kTurns>
 struct SharedStorage {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
-  Barrier k_full[kConsumers][kStages], k_empty[kConsumers][kStages];
-  Barrier v_full[kConsumers][kStages], v_empty[kConsumers][kStages];
+  Barrier k_full[kTurns][kStages], k_empty[kTurns][kStages];
+  Barrier v_full[kTurns][kStages], v_empty[kTurns][kStages];
   Barrier exchange_full, exchange_empty;
   // While a part is published, warps may be at the three before: Q has two buffers at most.
   static constexpr int kPartBuffers = 4;
@@ -107,12 +111,12 @@ struct SharedStorage {
       q_full[i].init(128);
       q_empty[i].init(4 * kConsumers);
     }
-    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+    for (int turn = 0; turn < kTurns; ++turn) {
       for (int i = 0; i < kStages; ++i) {
-        k_full[warpgroup][i].init(128);
-        k_empty[warpgroup][i].init(4);
-        v_full[warpgroup][i].init(128);
-        v_empty[warpgroup][i].init(4);
+        k_full[turn][i].init(128);
+        k_empty[turn][i].init(4 * (kConsumers / kTurns));
+        v_full[turn][i].init(128);
+        v_empty[turn][i].init(4 * (kConsumers / kTurns));
       }
     }
     exchange_full.init(4 * kArrivalsPerWarp);
@@ -125,7 +129,7 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf =
-    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers, kConfig.num_consumers>;
+using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers,
+                                      kConfig.num_consumers, num_turns(kConfig)>;
 
 }  // namespace flashattn3::decode

@@ -76,15 +76,26 @@ __host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Ar
   return found;
 }
 
-// Units of one work tile of the sequence.
-__host__ __device__ __forceinline__ int units_of_tile(const Arguments& args,
-                                                      const CachedSequence& sequence) {
-  return args.whole_tiles ? 1 : sequence.n_blocks.end - sequence.n_blocks.begin;
+// The spans of which a work tile of the sequence has a KV block, counted from key 0.
+__host__ __device__ __forceinline__ BlockRange spans_of(const Arguments& args,
+                                                        const BlockRange& n_blocks) {
+  return {n_blocks.begin / args.span_blocks, (n_blocks.end - 1) / args.span_blocks + 1};
 }
 
+// Units of one work tile of the sequence. kSpanStep: 0, or of a kernel with spans, whose units they
+// are, the KV blocks that its warpgroups take at a time.
+template <int kSpanStep = 0>
+__host__ __device__ __forceinline__ int units_of_tile(const Arguments& args,
+                                                      const CachedSequence& sequence) {
+  if (args.whole_tiles) return 1;
+  const BlockRange units = kSpanStep > 0 ? spans_of(args, sequence.n_blocks) : sequence.n_blocks;
+  return units.end - units.begin;
+}
+
+template <int kSpanStep = 0>
 __host__ __device__ __forceinline__ int units_of_sequence(const Arguments& args,
                                                           const CachedSequence& sequence) {
-  return sequence.num_tiles * units_of_tile(args, sequence);
+  return sequence.num_tiles * units_of_tile<kSpanStep>(args, sequence);
 }
 
 // Units begin to end - 1 of one head of a group belong to this CTA, or are left of them. The first
@@ -113,6 +124,10 @@ struct WorkShare {
     begin = mine * of_each + min(mine, longer);
     end = begin + of_each + (mine < longer ? 1 : 0);
   }
+  // The first unit of a share of this head.
+  __host__ __device__ __forceinline__ int begin_of(int share) const {
+    return share * static_cast<int>(units) + min(share, static_cast<int>(rest));
+  }
   // The CTA of this head that has a unit.
   __host__ __device__ __forceinline__ int cta_of(int unit) const {
     const unsigned of_longer = rest * (units + 1);  // units of the first `rest` shares
@@ -132,16 +147,16 @@ struct Part {
 // Takes the next part off the share: sets part, whose sequence share.sequence then is. Returns
 // false if there is none. The first part follows from the share alone, of others the lengths are
 // read.
-template <int kBlockN>
+template <int kBlockN, int kSpanStep = 0>
 __host__ __device__ __forceinline__ bool take_part(const Arguments& args, WorkShare& share,
                                                    Part& part) {
   if (share.begin >= share.end) return false;
-  int units = units_of_tile(args, share.sequence);
+  int units = units_of_tile<kSpanStep>(args, share.sequence);
   while (share.begin - share.first_unit >= share.sequence.num_tiles * units) {
     if (share.batch_idx + 1 >= args.batch) return false;  // the lengths have changed
     share.first_unit += share.sequence.num_tiles * units;
     share.sequence = find_cached_sequence<kBlockN>(args, ++share.batch_idx);
-    units = units_of_tile(args, share.sequence);
+    units = units_of_tile<kSpanStep>(args, share.sequence);
   }
   // Unsigned, which takes fewer instructions.
   const int tile =
@@ -155,10 +170,16 @@ __host__ __device__ __forceinline__ bool take_part(const Arguments& args, WorkSh
   part.kv_head = group * args.share_heads + share.head;
   part.row_tile = tile - group * row_tiles;
   part.n_blocks = share.sequence.n_blocks;
-  if (!args.whole_tiles) {
+  if (!args.whole_tiles && kSpanStep > 0) {
+    const int first = spans_of(args, part.n_blocks).begin + begin;
+    part.n_blocks = {max(part.n_blocks.begin, first * args.span_blocks),
+                     min(part.n_blocks.end, (first + count) * args.span_blocks)};
+  } else if (!args.whole_tiles) {
     part.n_blocks.begin += begin;
     part.n_blocks.end = part.n_blocks.begin + count;
   }
+  // A span's KV blocks fall to the same warpgroups, whatever key is the first.
+  if constexpr (kSpanStep > 1) part.n_blocks.begin -= part.n_blocks.begin % kSpanStep;
   part.first_cta = share.cta_of(first_of_tile);
   const int last_cta = share.cta_of(first_of_tile + units - 1);
   // No other CTA than those of the head, even if the lengths have changed.

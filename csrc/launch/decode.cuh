@@ -18,11 +18,11 @@ constexpr auto decode_kernel() {
 }
 
 // Returns the size of a launch at any lengths: tensors and lengths are not read. Without split
-// work tiles there is no workspace.
+// work tiles and spans there is no workspace.
 template <decode::Config kConfig>
 LaunchSize decode_size(const char* name, const DecodeParams& params) {
-  check_decode(name, kConfig.head_dim, kConfig.block_n, params);
-  if (uses_warp_kernel(params, kConfig)) {
+  check_decode(name, kConfig, params);
+  if (!kConfig.spans && uses_warp_kernel(params, kConfig)) {
     const DecodeGrid grid = warp_grid(params, kConfig);
     const int records = num_part_records(params, grid);
     return {.num_ctas = grid.num_ctas,
@@ -31,7 +31,8 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
   }
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
   return {.num_ctas = grid.num_ctas,
-          .workspace_bytes = params.whole_tiles ? 0 : grid.workspace_bytes(params.head_dim_v)};
+          .workspace_bytes =
+              grid.whole_tiles && !kConfig.spans ? 0 : grid.workspace_bytes(params.head_dim_v)};
 }
 
 // Enqueues the kernel of a config for all calls, or that for plain ones.
@@ -45,7 +46,8 @@ void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStre
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
   launch_kernel(name, "", kKernel,
                 {static_cast<unsigned>(grid.num_ctas), decode::num_threads(kConfig), shared_bytes},
-                stream, params.pdl, make_decode_arguments(params, grid, kConfig.block_n));
+                stream, params.pdl,
+                make_decode_arguments(params, grid, kConfig.block_n, kConfig.row_tiles));
 }
 
 // Enqueues the warp kernel that takes the call.
@@ -66,10 +68,12 @@ void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream
 // problem that the kernel does not take and for a failed launch. Nothing is launched without rows.
 template <decode::Config kConfig>
 void launch_decode(const char* name, const DecodeParams& params, cudaStream_t stream) {
-  check_decode(name, kConfig.head_dim, kConfig.block_n, params);
+  check_decode(name, kConfig, params);
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
-  if (uses_warp_kernel(params, kConfig)) {
+  if constexpr (kConfig.spans) {
+    launch_decode_kernel<kConfig, false>(name, params, stream);
+  } else if (uses_warp_kernel(params, kConfig)) {
     launch_warp_kernel<kConfig>(name, params, stream);
   } else if (is_plain(params, kConfig)) {
     launch_decode_kernel<kConfig, true>(name, params, stream);

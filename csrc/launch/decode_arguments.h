@@ -17,8 +17,11 @@
 
 namespace flashattn3 {
 
-inline decode::PackedRows packed_rows(const DecodeParams& params) {
-  return decode::PackedRows::of(params.num_heads_q / params.num_heads_kv);
+// row_tiles: of the config, tiles of rows of a work tile, which then have all heads of a KV head.
+inline decode::PackedRows packed_rows(const DecodeParams& params, int row_tiles = 1) {
+  decode::PackedRows rows = decode::PackedRows::of(params.num_heads_q / params.num_heads_kv);
+  if (row_tiles > 1) rows.tokens = cutlass::FastDivmod(rows.tokens * row_tiles);
+  return rows;
 }
 
 // Upper bound on the units of work (decode/work_share.cuh) of `token_tiles` tiles of tokens.
@@ -30,8 +33,8 @@ inline int64_t units_of_tiles(const DecodeParams& params, int64_t token_tiles, i
 }
 
 // The bound if every sequence has seqlen_q queries, by which the grid is chosen.
-inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
-  const int tokens = packed_rows(params).tokens;
+inline int64_t max_decode_units(const DecodeParams& params, int block_n, int row_tiles = 1) {
+  const int tokens = packed_rows(params, row_tiles).tokens;
   const int64_t token_tiles = (int64_t{params.seqlen_q} + tokens - 1) / tokens;
   return units_of_tiles(params, params.batch * token_tiles, block_n);
 }
@@ -57,28 +60,45 @@ struct DecodeGrid {
   int num_ctas;      // all run at a time
   int partial_rows;  // rows of a work tile that there can be
   int log2_stages;   // of the stages in use
+  bool whole_tiles;  // no work tile is split
+  int span_slots;    // Arguments::span_slots; 0 without spans
 
   // Each CTA has an SM, or the half of one. A call that leaves SMs free has one CTA for each SM
   // that it may use.
   static DecodeGrid of(const DecodeParams& params, const decode::Config& config) {
-    const decode::PackedRows rows = packed_rows(params);
+    const decode::PackedRows rows = packed_rows(params, config.row_tiles);
     const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
-    const int64_t tiles = std::max<int64_t>(1, max_decode_units(params, INT_MAX));
+    const int64_t tiles = std::max<int64_t>(1, max_decode_units(params, INT_MAX, config.row_tiles));
+    const bool many_tiles =
+        config.row_tiles > 1 ||
+        (config.spans && tokens * rows.heads > kFewRows && tiles >= 2 * params.num_sms);
     const bool share_sm = decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
-                          tokens * rows.heads <= kFewRows &&
-                          2 * params.num_sms < kManyParts * tiles;
+                          (many_tiles || (tokens * rows.heads <= kFewRows &&
+                                          2 * params.num_sms < kManyParts * tiles));
     const int most = (share_sm ? 2 : 1) * params.num_sms;
     const int heads = heads_of_share(params.num_heads_kv, most);
-    const int64_t units = max_decode_units(params, config.block_n) / heads;
     const int64_t tiles_of_head = std::max<int64_t>(1, tiles / heads);
+    // With spans the workspace grows with them and the rows of a work tile.
+    const bool whole = params.whole_tiles || many_tiles;
+    const int unit = whole ? INT_MAX : config.spans ? params.split_tokens : config.block_n;
+    const int64_t units = max_decode_units(params, unit, config.row_tiles) / heads;
     // A unit for each share, but two where combining their parts would take longer than a unit.
     const int64_t wanted =
-        std::max((units + 1) / 2, std::min(units, tiles_of_head * decode::kGroup));
+        config.spans ? units
+                     : std::max((units + 1) / 2, std::min(units, tiles_of_head * decode::kGroup));
     const int shares = static_cast<int>(
         aligned_shares(std::clamp<int64_t>(wanted, 1, most / heads), tiles_of_head));
     const int num_stages = share_sm ? config.num_stages_beside : config.num_stages;
-    return {shares, heads, shares * heads, tokens * rows.heads,
-            std::countr_zero(static_cast<unsigned>(num_stages))};
+    const int64_t of_tile = (int64_t{params.capacity} + unit - 1) / unit;
+    const int64_t of_share = std::min(of_tile, (units + shares - 1) / shares);
+    return {.num_shares = shares,
+            .share_heads = heads,
+            .num_ctas = shares * heads,
+            .partial_rows =
+                config.row_tiles > 1 ? config.row_tiles * decode::kBlockM : tokens * rows.heads,
+            .log2_stages = std::countr_zero(static_cast<unsigned>(num_stages)),
+            .whole_tiles = whole,
+            .span_slots = config.spans ? static_cast<int>(1 + (whole ? 0 : of_share)) : 0};
   }
 
   // With sequences of equal lengths a share is then a whole number of work tiles, or a work tile a
@@ -103,13 +123,15 @@ struct DecodeGrid {
     return heads;
   }
 
-  int num_partials() const { return decode::num_partials(num_ctas); }
-  // The parts have statistics, and so do the groups of parts.
+  int64_t num_partials() const {
+    return span_slots > 0 ? int64_t{num_ctas} * span_slots : decode::num_partials(num_ctas);
+  }
+  // The parts have statistics, and so do the groups of parts that kernels without spans combine.
   int64_t stats_bytes() const {
-    return int64_t{2} * num_partials() * partial_rows * sizeof(float2);
+    return 2 * num_partials() * partial_rows * int64_t{sizeof(float2)};
   }
   int64_t workspace_bytes(int head_dim_v) const {
-    return stats_bytes() + int64_t{num_partials()} * partial_rows * head_dim_v * sizeof(float);
+    return stats_bytes() + num_partials() * partial_rows * head_dim_v * int64_t{sizeof(float)};
   }
 };
 
@@ -123,18 +145,27 @@ inline decode::CacheTensor cache_tensor(const CacheParams& cache) {
           .head = cache.stride.head};
 }
 
-inline void check_decode(const char* name, int head_dim, int block_n, const DecodeParams& params) {
+inline void check_decode(const char* name, const decode::Config& config,
+                         const DecodeParams& params) {
   const auto check_head_dim = [&](const char* what, int value) {
-    if (value > 0 && value <= head_dim && value % 8 == 0) return;
+    if (value > 0 && value <= config.head_dim && value % 8 == 0) return;
     expect(false, "launch", what,
-           "a multiple of 8, at most " + std::to_string(head_dim) + " for " + name, value);
+           "a multiple of 8, at most " + std::to_string(config.head_dim) + " for " + name, value);
   };
   check_head_dim("head_dim", params.head_dim);
   check_head_dim("head_dim_v", params.head_dim_v);
   constexpr int kMostSms = decode::Counters::kMostSms;
   expect(params.num_sms <= kMostSms, "launch", "num_sms", "at most " + std::to_string(kMostSms),
          params.num_sms);
-  const int64_t units = most_decode_units(params, block_n);
+  const bool fits = config.spans ? params.split_tokens > 0 && params.split_tokens % 128 == 0
+                                 : params.split_tokens == 0;
+  expect(fits, "launch", "split_tokens",
+         std::string(config.spans ? "a multiple of 128 for " : "0 for ") + name,
+         params.split_tokens);
+  const int group = params.num_heads_q / params.num_heads_kv;
+  expect(config.row_tiles == 1 || group <= decode::kBlockM, "launch", "query heads of a KV head",
+         std::string("at most 64 for ") + name, group);
+  const int64_t units = most_decode_units(params, config.block_n);
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
 
@@ -155,8 +186,9 @@ inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
          score_scale_of(params, false).tanh_scale == 0.f && !params.whole_tiles;
 }
 
+// block_n: of a warp kernel not the config's.
 inline decode::Arguments make_decode_arguments(const DecodeParams& params, const DecodeGrid& grid,
-                                               int block_n) {
+                                               int block_n, int row_tiles = 1) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   const bool paged = params.page_table != nullptr;
   auto* memory = static_cast<uint8_t*>(params.workspace);
@@ -195,7 +227,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .max_queries = params.max_queries,
           .num_shares = cutlass::FastDivmod(grid.num_shares),
           .share_heads = cutlass::FastDivmod(grid.share_heads),
-          .rows = packed_rows(params),
+          .rows = packed_rows(params, row_tiles),
           .num_heads_kv = params.num_heads_kv,
           .qhead_per_kvhead = params.num_heads_q / params.num_heads_kv,
           .head_groups = params.num_heads_kv / grid.share_heads,
@@ -209,12 +241,14 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .k_descale = params.k_descale,
           .v_descale = params.v_descale,
           .sinks = params.sinks,
-          .whole_tiles = params.whole_tiles,
+          .whole_tiles = grid.whole_tiles,
           .log2_stages = grid.log2_stages,
           .partial_rows = grid.partial_rows,
           .partial_out = reinterpret_cast<float*>(memory + grid.stats_bytes()),
           .partial_stats = reinterpret_cast<float2*>(memory),
-          .counters = params.whole_tiles ? nullptr : params.counters};
+          .counters = grid.whole_tiles ? nullptr : params.counters,
+          .span_blocks = params.split_tokens / block_n,
+          .span_slots = grid.span_slots};
 }
 
 }  // namespace flashattn3

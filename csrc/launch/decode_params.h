@@ -15,6 +15,7 @@ namespace flashattn3 {
 // same. DecodeParams says what they mean; further:
 //
 //   page_size: 0: the cache is dense
+//   split_tokens: 0, or the keys of a span; of a config with spans
 //   short_config: index of the decode kernel config that takes sequences of a varlen batch with at
 //       most short_queries queries, beside the forward kernel that takes the others; -1: none
 #define FLASHATTN3_CACHED_FIELDS(FIELD) \
@@ -27,6 +28,7 @@ namespace flashattn3 {
   FIELD(float, softcap)                 \
   FIELD(int, window_left)               \
   FIELD(int, window_right)              \
+  FIELD(int, split_tokens)              \
   FIELD(bool, whole_tiles)              \
   FIELD(bool, leaves_sms)               \
   FIELD(int, num_sms)                   \
@@ -82,10 +84,11 @@ struct DecodeParams {
 
   float softmax_scale, softcap;   // as in AttentionProblem
   int window_left, window_right;  // as in AttentionProblem
-  bool whole_tiles;               // num_splits 1: no work tile is split among CTAs; the work tiles
-                                  // of cached forward kernels never are
-  bool leaves_sms;                // num_sms is less than the GPU has
-  int num_sms;                    // that the call may use, at least 1
+  int split_tokens;  // keys of a span, a multiple of 128; 0: none, in a config without spans
+  bool whole_tiles;  // num_splits 1: no work tile is split among CTAs; the work tiles
+                     // of cached forward kernels never are
+  bool leaves_sms;   // num_sms is less than the GPU has
+  int num_sms;       // that the call may use, at least 1
 
   // A forward kernel skips sequences of a varlen batch with fewer queries than min_queries, a
   // decode kernel those with more than max_queries.
@@ -111,6 +114,7 @@ inline DecodeParams decode_params_of(const CachedProblem& problem) {
           .softcap = problem.softcap,
           .window_left = problem.window_left,
           .window_right = problem.window_right,
+          .split_tokens = problem.split_tokens,
           .whole_tiles = problem.whole_tiles,
           .leaves_sms = problem.leaves_sms,
           .num_sms = problem.num_sms};

@@ -61,7 +61,9 @@ inline DecodeGrid warp_grid(const DecodeParams& params, const decode::Config& co
           .share_heads = params.num_heads_kv,
           .num_ctas = shares * params.num_heads_kv,
           .partial_rows = params.seqlen_q * (params.num_heads_q / params.num_heads_kv),
-          .log2_stages = 0};
+          .log2_stages = 0,
+          .whole_tiles = false,
+          .span_slots = 0};
 }
 
 // Records of PartMemory that a launch takes; 0: no work tile has several CTAs.

@@ -74,6 +74,15 @@ d192, values 128 | heads 8, d 192 128
 d256 | batch 2, heads 8, d 256, capacity 800
 d256, 51 queries | q 51, heads 8, d 256, capacity 851
 d256, page 16, long | heads 8, d 256, capacity 20000, page 16
+spans | batch 3, heads 4, capacity 1500, seqlens 1500 129 700, spans 128
+spans, one sequence | heads 8, capacity 3000, spans 256
+spans, a chunk | batch 2, q 70, heads 4, capacity 500, seqlens 500 300, causal, spans 128
+spans, window | q 40, heads 4, capacity 900, window 200 0, spans 128
+spans, varlen | batch 4, q 33, heads 4, capacity 500, seqlens 399 500 5 300, cu_q 0 1 34 34 40, causal, spans 128
+spans, more tiles than SMs | q 400, heads 1, capacity 600, causal, spans 128
+spans, options | batch 3, q 3, heads 8 2, page 16, causal, sinks, softcap 5, descales, spans 256
+spans, d256 | q 5, heads 8, d 256, capacity 900, seqlens 890, leftpad 33, causal, spans 128
+spans, fp16 d64 | fp16, batch 2, q 9, heads 16 2, d 64, page 3, seqlens 900 30, causal, spans 128
 fp16 | fp16, batch 2, heads 8 2, capacity 3000
 fp16 d64 | fp16, heads 8, d 64, page 16
 fp16 d256 | fp16, heads 8, d 256, capacity 3000
@@ -122,6 +131,7 @@ inline DecodeCase random_decode_case(uint32_t seed, int most) {
     if (one_in(4)) c.scale = 0.01f * (below(61) - 30.5f);
     c.sinks = one_in(4), c.descales = one_in(4), c.head_major = one_in(3), c.grows = one_in(6);
     c.padding = 8 * one_in(3);
+    if (one_in(3)) c.spans = pick({128, 128, 256, 384});
     c.lost_page = c.page_size > 0 && pages > 1 && c.cache_idx.empty() && one_in(6);
     const int tiles = (c.seqlen_q * (c.heads_q / c.heads_kv) + 63) / 64;
     const int blocks = (c.capacity + 63) / 64 * c.batch * c.heads_kv * tiles;

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "alone.h"
 #include "decode/kernel.cuh"
 #include "decode/warp_kernel.cuh"
 #include "decode_cases.h"
@@ -36,17 +37,21 @@ struct Launch {
 
   template <decode::Config kConfig>
   static Launch of(const DecodeParams& params) {
-    if (uses_warp_kernel(params, kConfig)) return of_warp_kernel<kConfig>(params);
+    void (*kernel)(const decode::Arguments) = &decode::decode_kernel<decode::KernelTraits<kConfig>>;
+    if constexpr (!kConfig.spans) {
+      if (uses_warp_kernel(params, kConfig)) return of_warp_kernel<kConfig>(params);
+      if (is_plain(params, kConfig)) {
+        kernel = &decode::decode_kernel<decode::KernelTraits<kConfig, true>>;
+      }
+    }
     const DecodeGrid grid = DecodeGrid::of(params, kConfig);
-    return {.kernel = is_plain(params, kConfig)
-                          ? &decode::decode_kernel<decode::KernelTraits<kConfig, true>>
-                          : &decode::decode_kernel<decode::KernelTraits<kConfig>>,
+    return {.kernel = kernel,
             .num_ctas = grid.num_ctas,
             .num_threads = decode::num_threads(kConfig),
             .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
             .arguments = [](const DecodeParams& params) {
               const DecodeGrid grid = DecodeGrid::of(params, kConfig);
-              return make_decode_arguments(params, grid, kConfig.block_n);
+              return make_decode_arguments(params, grid, kConfig.block_n, kConfig.row_tiles);
             }};
   }
 
@@ -88,7 +93,8 @@ struct Turn {
   int num_sms;
   bool whole_tiles;
   uint32_t seed;
-  int num_resident;  // CTAs of a warp kernel that run at a time
+  int num_resident;   // CTAs of a warp kernel that run at a time
+  bool wide = false;  // a config with several tiles of rows, of cases with spans
 };
 
 // Runs the CTAs of one launch one after the other; several at a time of a warp kernel, which may
@@ -103,8 +109,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn, boo
   std::vector<uint8_t> workspace(launch.workspace_bytes, 0x7f);
   static decode::Counters counters{};  // of all launches
   params.workspace = workspace.data(), params.counters = &counters;
-  check_decode(kCheckConfigNames[config], kCheckConfigs[config].head_dim,
-               kCheckConfigs[config].block_n, params);
+  check_decode(kCheckConfigNames[config], kCheckConfigs[config], params);
   std::mt19937 random(turn.seed);
   std::vector<int32_t> lengths = problem.c.seqlens;
   if (raced) {
@@ -134,20 +139,28 @@ static bool run_case(const DecodeCase& c) {
                         {"132 CTAs again", 132, false, 2, 1},
                         {"5 CTAs", 5, false, 3, 3},
                         {"1 CTA", 1, false, 4, 1},
-                        {"3 CTAs, whole tiles", 3, true, 5, 1}};
+                        {"3 CTAs, whole tiles", 3, true, 5, 1},
+                        {"3 tiles of rows", 132, false, 6, 1, true},
+                        {"3 tiles of rows, 2 CTAs", 2, false, 7, 1, true}};
   DecodeProblem problem(c);
-  const int config = config_of(c.fp16, std::max(c.head_dim, c.head_dim_v));
+  const int dim = std::max(c.head_dim, c.head_dim_v);
   const std::vector<DecodeRow> rows = reference_rows(problem);
   FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
+    const int config = config_of(c.fp16, dim, c.spans > 0, turn.wide);
+    if (turn.wide && (c.spans == 0 || config < 0 || c.heads_q / c.heads_kv > 64)) continue;
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
     std::fill(problem.lse.begin(), problem.lse.end(), NAN);
     std::string wrong;
     if (problem.c.seqlens.size() > 1) wrong = run(problem, config, turn, true);
     wrong += run(problem, config, turn, false);
     wrong += stray_elements(problem);
-    if (&turn <= turns + 1) wrong += first.compare(problem);
+    if (&turn <= turns + 1 || c.spans > 0) wrong += first.compare(problem);
+    if (&turn == turns) {
+      wrong += compare_alone(
+          problem, [&](DecodeProblem& alone) { return run(alone, config, turns[2], false); });
+    }
     char launch[80];
     std::snprintf(launch, sizeof(launch), "%-32s %-20s", c.name.c_str(), turn.name);
     good = report(launch, wrong, compare(problem, rows)) && good;

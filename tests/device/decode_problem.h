@@ -32,6 +32,7 @@ struct DecodeCase {
   int padding = 0;          // NaN elements after each head's columns
   bool grows = false;       // scores grow towards the last key
   bool lost_page = false;   // the second page of sequence 0 does not exist
+  int spans = 0;            // split_tokens; 0: none
 };
 
 inline void set(DecodeCase& c, Field& field) {
@@ -46,7 +47,8 @@ inline void set(DecodeCase& c, Field& field) {
                      field.read("softcap", c.softcap) || field.read("scale", c.scale) ||
                      field.read("sinks", c.sinks) || field.read("descales", c.descales) ||
                      field.read("head_major", c.head_major) || field.read("padding", c.padding) ||
-                     field.read("grows", c.grows) || field.read("lost_page", c.lost_page);
+                     field.read("grows", c.grows) || field.read("lost_page", c.lost_page) ||
+                     field.read("spans", c.spans);
   if (!known) field.refuse();
 }
 
@@ -350,6 +352,7 @@ flashattn3::DecodeParams make_params(DecodeProblem& p, Memory&& memory, float* l
           .softcap = c.softcap,
           .window_left = c.left,
           .window_right = c.right,
+          .split_tokens = c.spans,
           .whole_tiles = false,
           .num_sms = 0,
           .workspace = nullptr,

@@ -261,8 +261,6 @@ def _as_cached(problem: Problem) -> DecodeProblem:
 
 def score_reason(problem: Problem) -> str | None:
     """Why no kernel computes what happens to a problem's scores, or None."""
-    if problem.split_tokens:
-        return "has no kernel that joins fixed spans of keys (split_tokens)"
     asked = {"alibi_slopes": problem.slopes, "return_max_logit": problem.return_max_logit}
     if problem.bias is not None:
         asked["capped scores"] = problem.score_scale.is_capped

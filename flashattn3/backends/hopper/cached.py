@@ -32,7 +32,7 @@ def decline_reason(hopper: HopperBackend, problem: CacheProblem, device: DeviceI
         return reason
     config, why = _choose(hopper, problem)
     limit = decode_launch.DECODE_ROWS
-    many = problem.rows > limit and problem.backend != hopper.name
+    many = problem.rows > limit and problem.backend != hopper.name and not problem.split_tokens
     if many and isinstance(config, DecodeConfig):
         again = f"reads the keys again for every {decode_launch.DECODE_TILE_ROWS} rows"
         return f"{again}, over {limit} only with backend='hopper'; {why}"

@@ -145,7 +145,8 @@ class DecodeLaunch:
         """See ``CachedLaunch``. None where a plan depends on more than CACHED_PLAN
         (call/tensor_fields.py) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
-        alike = problem.given <= _KEPT_WITH and problem.rows <= DECODE_ROWS
+        alike = problem.given <= _KEPT_WITH
+        alike = alike and (problem.rows <= DECODE_ROWS or problem.split_tokens is not None)
         if library.keep_decode is None or not alike or problem.misaligned:
             return None
         index = -1 if problem.device.index is None else problem.device.index
@@ -208,8 +209,6 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
         return "has no kernel of cached calls with alibi_slopes"
     if problem.tree_words:
         return "hides new tokens by their positions alone, not by a tree_mask"
-    if problem.split_tokens:
-        return "cuts keys into equal shares of all SMs, not into spans (split_tokens)"
     if problem.num_splits > 1:
         parts = "cuts the batch into equal shares (num_splits=0) or no sequence (1)"
         return f"{parts}, num_splits is {problem.num_splits}"
@@ -227,7 +226,14 @@ def descale_reason(problem: DecodeProblem | AppendProblem) -> str | None:
 
 def config_of(problem: DecodeProblem) -> DecodeConfig:
     """The decode kernel of a problem that is not unfit."""
-    return select_decode_config(NAMES[problem.dtype], max(problem.head_dim, problem.head_dim_v))
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    of, spans = (NAMES[problem.dtype], head_dim), problem.split_tokens is not None
+    if spans and problem.rows > DECODE_ROWS and problem.qhead_per_kvhead <= DECODE_TILE_ROWS:
+        # Both kernels give a row the same bits.
+        many = select_decode_config(*of, spans, many_rows=True)
+        if many is not None:
+            return many
+    return select_decode_config(*of, spans)
 
 
 def forward_config_of(problem: DecodeProblem) -> ForwardConfig:
@@ -238,6 +244,8 @@ def forward_config_of(problem: DecodeProblem) -> ForwardConfig:
 
 def forward_reason(problem: DecodeProblem) -> str | None:
     """Why a problem that is not unfit runs on a decode kernel, not on a forward kernel; or None."""
+    if problem.split_tokens:
+        return f"split_tokens={problem.split_tokens}"
     if problem.rows <= DECODE_ROWS:
         return f"up to {DECODE_ROWS} packed rows"
     given = sorted(problem.given & _NAMES_TO_CONVERT - {"sinks"})

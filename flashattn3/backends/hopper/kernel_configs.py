@@ -128,6 +128,10 @@ class DecodeConfig(NamedTuple):
     num_stages_beside: of them in use where two CTAs share an SM.
     num_q_buffers: 2: the next part's Q is loaded during the current part.
     num_consumers: MMA warpgroups; two CTAs share an SM where there is one.
+    spans: whether fixed spans of keys are joined in order (split_tokens). Such a config has one
+        kernel, for calls of any number of rows.
+    row_tiles: tiles of DECODE_TILE_ROWS rows of a CTA, one for each MMA warpgroup if there are
+        several: then every warpgroup takes all keys, else they take them in turn.
     measured: as for ForwardConfig.
     """
 
@@ -140,11 +144,15 @@ class DecodeConfig(NamedTuple):
     num_stages_beside: int
     num_q_buffers: int
     num_consumers: int
+    spans: bool = False
+    row_tiles: int = 1
     measured: str = ""
 
     @property
     def name(self) -> str:
-        return f"decode_{self.dtype}_d{self.head_dim}_{self.block_n}x{self.num_stages}"
+        rows = f"{self.row_tiles}x" * (self.row_tiles > 1)
+        tile = f"{rows}{self.block_n}x{self.num_stages}"
+        return f"decode_{self.dtype}_d{self.head_dim}_{tile}{'_spans' * self.spans}"
 
     @property
     def warp_kernel_rows(self) -> int:
@@ -323,9 +331,17 @@ BACKWARD_CONFIGS = (
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
 # head dim, block_n, num_stages, num_stages_beside, num_q_buffers, num_consumers
+DECODE_TILES = (64, 64, 4, 4, 2, 1), (128, 64, 2, 1, 2, 1), (256, 32, 2, 2, 1, 2)
 DECODE_CONFIGS = tuple(
-    DecodeConfig(dtype, *tile, measured=DECODE_MEASURED)
-    for tile in ((64, 64, 4, 4, 2, 1), (128, 64, 2, 1, 2, 1), (256, 32, 2, 2, 1, 2))
+    DecodeConfig(dtype, *tile, spans=spans, measured="" if spans else DECODE_MEASURED)
+    for spans in (False, True)
+    for tile in DECODE_TILES
+    for dtype in SIXTEEN_BIT
+)
+# With spans many rows share the keys: three tiles of them.
+DECODE_CONFIGS += tuple(
+    DecodeConfig(dtype, *tile, spans=True, row_tiles=3)
+    for tile in ((64, 64, 8, 8, 2, 3), (128, 64, 4, 4, 2, 3))
     for dtype in SIXTEEN_BIT
 )
 
@@ -425,10 +441,16 @@ def select_backward_config(
     return min(fitting, key=lambda config: (config.head_dim, config.head_dim_v), default=None)
 
 
-def select_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
-    """The config with the smallest sufficient head dim; None if there is none."""
+def select_decode_config(
+    dtype: str, head_dim: int, spans: bool = False, many_rows: bool = False
+) -> DecodeConfig | None:
+    """The config with the smallest sufficient head dim; None if there is none. many_rows: with
+    several tiles of rows."""
     fitting = [
-        config for config in DECODE_CONFIGS if config.dtype == dtype and config.head_dim >= head_dim
+        config
+        for config in DECODE_CONFIGS
+        if (config.dtype, config.spans, config.row_tiles > 1) == (dtype, spans, many_rows)
+        and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
@@ -464,7 +486,7 @@ def configs_hash() -> str:
     lines = []
     for config in all_configs():
         values = {name: getattr(config, name) for name in compiled_fields(type(config))}
-        absent = {"term": NO_TERM, "listed": False}
+        absent = {"term": NO_TERM, "listed": False, "spans": False, "row_tiles": 1}
         values = {name: value for name, value in values.items() if value != absent.get(name)}
         lines.append(f"{config.kind} {values}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -36,6 +36,7 @@ inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 using std::isnan;
 inline float __log2f(float x) { return std::log2(x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
 
 #define __launch_bounds__(...)
 #undef __cluster_dims__
