@@ -379,7 +379,7 @@ def check_the_schemas_of_kept_operators(host):
     call = (number, *read, None, -1, lse)
     new = given["k"], given["v"], None, given["rotary_cos"], given["rotary_sin"], True, False
     for out in (None, torch.zeros_like(given["q"])):
-        further = out, -1, None, None, None
+        further = out, -1, None, None, None, None, None, 0
         for name, arguments in (
             ("decode_kept", call),
             ("decode_kept_with", (*call, *further)),

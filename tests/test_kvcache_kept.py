@@ -18,6 +18,7 @@ from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors, new_out
+from flashattn3.call.scheduler_metadata import hash_of_options
 from flashattn3.run import cached_calls, cached_plans, launches
 from flashattn3.run.launches import LaunchCache, cached_launch_cache
 
@@ -169,6 +170,8 @@ def test_options_are_told_apart(double):
         ({"cache_batch_idx": ints(0, 1)}, 2),
         ({"cache_leftpad": ints(0, 1)}, 3),
         ({"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1}, 4),
+        ({"sinks": torch.zeros(4)}, 5),
+        ({"scheduler_metadata": torch.zeros(10, dtype=torch.int32)}, 6),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
@@ -183,12 +186,15 @@ def test_further_arguments_go_to_an_operator_of_their_own(given, place, double):
         name, number, *passed = double.more[-1]
         out, lse = found if return_lse else (found, None)
         assert out is double.result and lse is passed[6]
-        wanted = [None, given.get("max_seqlen_q", -1), None, None, None]
+        wanted = [None, given.get("max_seqlen_q", -1), *(None,) * 5, 0]
         wanted[place] = next(iter(given.values()))
+        if place == 6:
+            options = launches_with(return_lse=return_lse).options
+            wanted[-1] = hash_of_options((4, 2, 64, 64, 0), q.dtype, options)
         assert name == "decode_kept_with"
         assert number == launches_with(return_lse=return_lse).number
         assert all(a is b for a, b in zip(passed[:3], (q, k, v), strict=True))
-        assert all(a is b for a, b in zip(passed[7:], wanted, strict=True))
+        assert all(a is b or a == b for a, b in zip(passed[7:], wanted, strict=True))
     double.result = None
     count = len(double.more)
     flash_attn_with_kvcache(q, k, v, **given)
@@ -213,7 +219,7 @@ def test_new_tokens_go_to_an_operator_of_their_own(causal, double):
         name, _, *passed = double.more.pop()
         assert found is double.result and name == "append_kept"
         wanted = [q, k, v, new["cache_seqlens"], None, -1, None, more.get("out"), -1]
-        wanted += [None, None, None, new["k"], new["v"], None, more.get("rotary_cos")]
+        wanted += [*(None,) * 5, 0, new["k"], new["v"], None, more.get("rotary_cos")]
         wanted += [more.get("rotary_sin"), more.get("rotary_interleaved", True), not causal]
         assert all(a is b or a == b for a, b in zip(passed, wanted, strict=True))
         written = [x._version for x in (k, v, *more.values()) if isinstance(x, torch.Tensor)]
@@ -221,7 +227,7 @@ def test_new_tokens_go_to_an_operator_of_their_own(causal, double):
         assert changes == [1, 1, *(int(name == "out") for name in more if name[-1] != "d")]
     edges = {"k": new["k"][0], "v": new["v"][0], "cu_seqlens_k_new": ints(0, 1, 1)}
     flash_attn_with_kvcache(q, k, v, **(new | edges), causal=causal)
-    assert double.more.pop()[16] is edges["cu_seqlens_k_new"]
+    assert double.more.pop()[19] is edges["cu_seqlens_k_new"]
 
 
 def test_new_tokens_that_the_operator_does_not_take(double):
@@ -234,10 +240,9 @@ def test_new_tokens_that_the_operator_does_not_take(double):
     for more in (
         {"k_descale": ones, "v_descale": ones},
         {**rotary, "rotary_seqlens": ints(1, 2)},
-        {"sinks": torch.zeros(4)},
+        {"sinks": torch.zeros(4).bfloat16()},
         {"k": torch.nn.Parameter(new["k"], requires_grad=False)},
         {"out": torch.nn.Parameter(torch.zeros(2, 1, 4, 64).bfloat16(), requires_grad=False)},
-        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32)},
     ):
         assert flash_attn_with_kvcache(q, k, v, **{**new, **more}).shape == q.shape
     for more, error, said in (
@@ -278,9 +283,8 @@ def test_new_tokens_that_triton_writes(double, monkeypatch):
 @pytest.mark.parametrize(
     "given",
     [
-        {"sinks": torch.zeros(4)},
+        {"sinks": torch.zeros(4).bfloat16()},
         {"k_descale": torch.ones(2, 2)},
-        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32)},
         {"backend": "triton"},
         {"backend": "reference"},
     ],

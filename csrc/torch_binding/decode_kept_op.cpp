@@ -100,6 +100,9 @@ struct RepeatedCall {
     call.cache_batch_idx = arguments.take<std::optional<Tensor>>();
     call.cache_leftpad = arguments.take<std::optional<Tensor>>();
     call.cu_seqlens_q = arguments.take<std::optional<Tensor>>();
+    call.sinks = arguments.take<std::optional<Tensor>>();
+    call.scheduler_metadata = arguments.take<std::optional<Tensor>>();
+    call.options_hash = arguments.take<int64_t>();
   }
 
   bool q_has_its_axes() const { return call.q.dim() == (call.varlen() ? 3 : 4); }
@@ -193,7 +196,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_CALL "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse"
 #define FA3_MORE                                                                        \
   "Tensor(b!)? out, int max_seqlen_q, Tensor? cache_batch_idx, Tensor? cache_leftpad, " \
-  "Tensor? cu_seqlens_q"
+  "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? scheduler_metadata, int options_hash"
 #define FA3_NEW_TOKENS                                                                     \
   "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, " \
   "bool rotary_interleaved, bool one_q_position"

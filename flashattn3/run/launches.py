@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..call.cached import DecodeOptions, lse_shape, one_q_position
+from ..call.scheduler_metadata import hash_of_options
 from .aten_node import registered_node
 
 if TYPE_CHECKING:
@@ -130,13 +131,17 @@ def _text(error: BaseException) -> str:
 
 
 class Further(NamedTuple):
-    """Arguments of a cached call that most calls lack. max_seqlen_q: -1: the number of rows."""
+    """Arguments of a cached call that most calls lack. max_seqlen_q: -1: the number of rows.
+    options_hash: what the metadata must hold."""
 
     out: Tensor | None = None
     max_seqlen_q: int = -1
     cache_batch_idx: Tensor | None = None
     cache_leftpad: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
+    sinks: Tensor | None = None
+    scheduler_metadata: Tensor | None = None
+    options_hash: int = 0
 
 
 class NewTokens(NamedTuple):
@@ -182,17 +187,24 @@ def attend_kept(
         if further is new is None:
             operator, more = operators.decode, ()
         else:
-            operator, more = _with_more(operators, options, further or _NOTHING, new)
+            further = further or _NOTHING
+            if further.scheduler_metadata is not None:
+                page_size = 0 if page_table is None else k_cache.shape[1]
+                sizes = q.shape[-2], k_cache.shape[-2], q.shape[-1], v_cache.shape[-1], page_size
+                further = further._replace(options_hash=_hash_of(sizes, q.dtype, options))
+            operator, more = _with_more(operators, options, further, new)
             if operator is None:
                 return None
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if options.return_lse else None
         out = operator(number, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse, *more)
-    except (AttributeError, RuntimeError, ValueError):
+    except (AttributeError, IndexError, RuntimeError, ValueError):
         return None  # the checks name the argument, or the launch fails again
     return out if lse is None or out is None else (out, lse)
 
 
 _NOTHING = Further()
+_DENSE = Tensor, torch.nn.Parameter
+_hash_of = lru_cache(maxsize=4096)(hash_of_options)
 
 
 def _with_more(
@@ -201,7 +213,10 @@ def _with_more(
     """The operator of a call with more arguments, and these. None if Python has to check the call:
     torch sees the operators of other classes of tensors."""
     out = further.out
-    if not (out is None or type(out) is Tensor) or _need_gradient(out):
+    sinks = further.sinks
+    if not (out is None or type(out) is Tensor) or _need_gradient(out, sinks):
+        return None, ()
+    if sinks is not None and not (type(sinks) in _DENSE and sinks.dtype is torch.float32):
         return None, ()
     if new is None:
         return operators.decode_with, further

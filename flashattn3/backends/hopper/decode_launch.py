@@ -39,8 +39,8 @@ ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
 DECODE_ROWS = 192
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
-_NOT_KEPT = {"scheduler_metadata", "tree_mask", "alibi_slopes"}
-_KEPT_WITH = frozenset(DecodeTensors._fields[3:]) - _NAMES_TO_CONVERT - _NOT_KEPT
+_NOT_KEPT = {"q_descale", "k_descale", "v_descale", "tree_mask", "alibi_slopes"}
+_KEPT_WITH = frozenset(DecodeTensors._fields[3:]) - _NOT_KEPT
 
 
 class KernelLaunch(NamedTuple):
