@@ -114,9 +114,9 @@ class SpanSlots {
 class SpanWalk {
  public:
   // part: any of the work tile, of CTA share.cta. blocks: that a query of the work tile may see.
-  __device__ __forceinline__ SpanWalk(const Arguments& args, const WorkShare& share,
-                                      const CachedSequence& sequence, const Part& part,
-                                      const BlockRange& blocks)
+  __host__ __device__ __forceinline__ SpanWalk(const Arguments& args, const WorkShare& share,
+                                               const CachedSequence& sequence, const Part& part,
+                                               const BlockRange& blocks)
       : share_(share), last_cta_(part.first_cta + part.num_ctas - 1), cta_(part.first_cta) {
     const int head_cta = share.cta - share.first_cta;
     const BlockRange own = spans_of(args, part.n_blocks), all = spans_of(args, blocks);
@@ -130,10 +130,10 @@ class SpanWalk {
   }
 
   // How many slots there are behind the first.
-  __device__ __forceinline__ int num_more() const { return num_more_; }
+  __host__ __device__ __forceinline__ int num_more() const { return num_more_; }
 
   // Goes to the next slot, which is at() then.
-  __device__ __forceinline__ void advance() {
+  __host__ __device__ __forceinline__ void advance() {
     if (slot_ < of_cta_) {
       ++slot_;
     } else {
@@ -143,8 +143,8 @@ class SpanWalk {
       slot_ = 1;
     }
   }
-  __device__ __forceinline__ int cta() const { return cta_; }
-  __device__ __forceinline__ int slot() const { return slot_; }
+  __host__ __device__ __forceinline__ int cta() const { return cta_; }
+  __host__ __device__ __forceinline__ int slot() const { return slot_; }
 
  private:
   const WorkShare& share_;

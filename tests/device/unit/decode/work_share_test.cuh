@@ -1,4 +1,4 @@
-// decode/work_share.cuh, decode/packed_tile.cuh and decode/workspace.h: every KV block
+// decode/work_share.cuh, decode/packed_tile.cuh, decode/workspace.h and spans.cuh: every KV block
 // of every work tile is read once, the CTAs that share a work tile know of each other, and no two
 // parts share a slot or a counter.
 #pragma once
@@ -11,6 +11,7 @@
 #include "../unit.cuh"
 #include "decode/find_share.cuh"
 #include "decode/packed_tile.cuh"
+#include "decode/spans.cuh"
 #include "decode/work_share.cuh"
 #include "decode/workspace.h"
 
@@ -68,15 +69,16 @@ struct Batch {
 };
 
 // The share of a CTA as find_share computes it, by a loop over the sequences.
+template <int kSpanStep = 0>
 inline WorkShare share_of(const Arguments& args, int block) {
   int total = 0;
   const auto sequence = [&](int b) { return find_cached_sequence<kBlockN>(args, b); };
-  for (int b = 0; b < args.batch; ++b) total += units_of_sequence(args, sequence(b));
+  for (int b = 0; b < args.batch; ++b) total += units_of_sequence<kSpanStep>(args, sequence(b));
   WorkShare share{};
   share.set(total, block, args);
   int first = 0;
   for (int b = 0; b < args.batch; ++b) {
-    const int units = units_of_sequence(args, sequence(b));
+    const int units = units_of_sequence<kSpanStep>(args, sequence(b));
     if (first <= share.begin && share.begin < first + units) {
       share.batch_idx = b, share.first_unit = first, share.sequence = sequence(b);
     }
@@ -252,6 +254,60 @@ inline void check_groups(Result& result) {
   }
 }
 
+// spans.cuh: every span of a work tile is in one part, and a walk over the slots of a work tile,
+// from whichever CTA, finds those of its spans in order.
+inline void check_spans(Result& result) {
+  for (uint32_t seed = 200; seed < 260; ++seed) {
+    Batch batch(seed, 1 + seed % 9, seed % 2 ? 4 : 80, seed % 3 == 0);
+    Arguments& args = batch.args;
+    args.whole_tiles = false, args.span_blocks = 2 * (1 + seed % 4);
+    batch.divide(seed % 5 ? 132 : 7, seed % 2 ? 1 : args.num_heads_kv);
+    using Slot = std::pair<int, int>;  // CTA and slot
+    struct Found {
+      std::map<int, Slot> spans;
+      std::vector<std::pair<WorkShare, Part>> parts;
+      CachedSequence sequence;
+    };
+    std::map<WorkTileId, Found> tiles;
+    for (int block = 0; block < batch.num_ctas(); ++block) {
+      const WorkShare share = share_of<1>(args, block);
+      WorkShare left = share;
+      Part part;
+      while (take_part<kBlockN, 1>(args, left, part)) {
+        Found& found = tiles[{part.batch_idx, part.kv_head, part.row_tile}];
+        found.sequence = left.sequence;
+        found.parts.push_back({share, part});
+        const bool leads = share.cta == part.first_cta;
+        int slot = leads ? 0 : 1;
+        const BlockRange spans = spans_of(args, part.n_blocks);
+        for (int span = spans.begin; span < spans.end; ++span) {
+          const bool is_new = found.spans.insert({span, {share.cta, slot}}).second;
+          result.equal(1, is_new, "a span is in one part", span, seed);
+          slot += !leads;
+        }
+      }
+    }
+    for (const auto& [id, found] : tiles) {
+      const BlockRange all = spans_of(args, found.sequence.n_blocks);
+      result.equal(all.count(), found.spans.size(), "spans of a work tile", id.batch_idx, seed);
+      for (const auto& [share, part] : found.parts) {
+        if (part.num_ctas == 1) continue;
+        SpanWalk walk(args, share, found.sequence, part, found.sequence.n_blocks);
+        Slot before{walk.cta(), walk.slot()};
+        int more = 0;
+        for (const auto& [span, slot] : found.spans) {
+          if (slot != before) walk.advance(), ++more;
+          before = slot;
+          result.equal(slot.first, walk.cta(), "CTA of a span", span, seed);
+          result.equal(slot.second, walk.slot(), "slot of a span", span, seed);
+        }
+        result.equal(more, walk.num_more(), "slots behind the first", id.batch_idx, seed);
+      }
+    }
+    result.equal(1, !tiles.empty() || args.max_queries < 70, "ran");
+  }
+}
+
 // find_share against the loop above.
 __global__ void share_kernel(const __grid_constant__ Arguments args, WorkShare* shares) {
   __shared__ struct {
@@ -294,6 +350,7 @@ inline void check_find_share(Result& result) {
 static const Tests kTests = {{"decode/work_share: shares", Where::kHost, check_shares},
                              {"decode/work_share: visible keys", Where::kHost, check_visible_keys},
                              {"decode/work_share: groups of CTAs", Where::kHost, check_groups},
+                             {"decode/work_share: spans", Where::kHost, check_spans},
                              {"decode/work_share: find_share", Where::kGpu, check_find_share}};
 
 }  // namespace unit::work_share
