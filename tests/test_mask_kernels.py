@@ -58,6 +58,10 @@ CASES = {
     "blocks": lambda: masks.blocks(
         given(randoms(10, 2, 1, 2, 3, high=2).bool()), 128, 128, seqlen_q=200, seqlen_k=384
     ),
+    "blocks-of-words": lambda: masks.blocks(
+        given(randoms(12, 1, 2, 9, 7, high=2).bool()), 30, 24, seqlen_k=163
+    ),
+    "bools-odd": lambda: masks.from_bool(given(randoms(13, 2, 150, 133, high=2).bool())),
     "blocks-small": lambda: masks.blocks(given(randoms(11, 1, 2, 9, 7, high=2).bool()), 30, 20),
     "tree": lambda: masks.tree(given(torch.tensor([[-1, 0, 0, 2, 1] * 30, [*range(-1, 149)]]))),
     "block-mask": lambda: masks.from_block_mask(
@@ -102,21 +106,21 @@ SAMPLES = {
     "kinds": ("kinds_kernel", (*SPANS, "i32", *BLOCKS), {}, (2, 8192, 8192, 1)),
     "bits": (
         "bits_kernel",
-        ("u8", None, "i32", "i32", *BLOCKS),
+        ("i64", None, "i64", "i64", *BLOCKS),
         {"FULL": 1, "WHOLE": True},
-        *((1, 8192, 8192, 1, 1), (8192, 8192, 8192, 1)),
+        *((1, 8192, 8192, 8, 8), (8192, 8192, 1024)),
     ),
     "bits-of-blocks": (
         "bits_kernel",
-        ("u8", "i32", "i32", "i32", *BLOCKS),
+        ("i64", "i32", "i64", "i64", *BLOCKS),
         {"FULL": 2, "WHOLE": False},
-        *((1, 8192, 8192, 64, 64), (8192, 8192, 8192, 1)),
+        *((1, 8192, 8192, 64, 64), (8192, 8192, 1024)),
     ),
     "bits-of-kinds": (
         "bits_kernel",
-        (None, "u8", "i32", "i32", *BLOCKS),
+        (None, "u8", "i64", "i64", *BLOCKS),
         {"FULL": 1, "WHOLE": True},
-        *((1, 8192, 8192, 128, 128), (0, 0, 0, 0)),
+        *((1, 8192, 8192, 128, 128), (0, 0, 0)),
     ),
     "block-kinds": (
         "block_kinds_kernel",

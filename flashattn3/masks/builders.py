@@ -355,14 +355,14 @@ def blocks(
     def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return selected[batch_idx, head, query // block_q, key // block_k]
 
-    most = [
+    most = tuple(
         None if rows % 128 or columns % BLOCK_COLUMNS else of.num_blocks // max(1, of.shape[-1])
         for of, rows, columns in ((grid, block_q, block_k), (grid.transposed, block_k, block_q))
-    ]
-    if grid.num_scores and triton_lists.serve(selected):
+    )
+    if grid.num_scores and block_k % 8 == 0 and triton_lists.serve(selected):
         kinds = selected.contiguous().view(torch.uint8)
         of_selected = triton_lists.Blocks(kinds, block_q, block_k, full=1)
-        lists = triton_lists.of_bools(grid, None, tuple(most), of_selected)
+        lists = triton_lists.of_bools(grid, None, most, of_selected)
         return Mask(*lists, grid.rows, grid.columns)
     return of_block_predicate(grid, visible, selected, selected, block_q, block_k, most)
 

@@ -73,7 +73,7 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
     grid = Grid(*indices.shape[:2], queries, keys)
-    if triton_lists.serve(indices) and 0 < grid.num_scores <= MOST_BOOLS:
+    if triton_lists.serve(indices) and 0 < grid.num_scores <= MOST_BOOLS and block_k % 8 == 0:
         return _by_kernels(block_mask, grid)
     partial = _dense(block_mask.kv_num_blocks, indices)
     full = torch.zeros_like(partial)

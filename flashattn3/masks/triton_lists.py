@@ -103,7 +103,8 @@ def of_spans(
 
 class Blocks(NamedTuple):
     """kinds: integers (batch, heads, blocks of queries, blocks of keys), contiguous, of blocks of
-    block_q x block_k scores: ``full`` shows all, 0 none, and 1 some unless it is ``full``."""
+    block_q x block_k scores, block_k a multiple of 8: ``full`` shows all, 0 none, and 1 some unless
+    it is ``full``."""
 
     kinds: Tensor
     block_q: int
@@ -140,32 +141,34 @@ def of_bools(
     """
     source = blocks.kinds if visible is None else visible
     device, sizes = source.device, _sizes_of(grid, most_partial)
-    of_visible, strides, kind, of_blocks, numbers, full, whole = (
-        None,
-        (0,) * 4,
-        "",
-        None,
-        (1, 1),
-        1,
-        True,
-    )
-    if visible is not None:
-        of_visible, strides = visible.view(torch.uint8), visible.stride()
+    strides, of_blocks, kind, numbers, full, whole = (0, 0, 0), None, "", (8, 8), 1, True
     if blocks is not None:
         of_blocks, *numbers, full = blocks
         kind, whole = str(of_blocks.dtype), all(x % BLOCK_ROWS == 0 for x in numbers)
     with on_device(source):
+        if visible is not None:
+            visible = _in_words(visible)
+            strides = visible.stride()[:3]
         kinds, work = sizes.kinds_and_work(device, torch.zeros)
         words = [
             torch.empty((count, BLOCK_ROWS), dtype=torch.int64, device=device)
             for count in sizes.num_blocks
         ]
-        source = f"{visible is None} {kind}"
-        launch = _launch("bits_kernel", source, device.index, FULL=full, WHOLE=whole)
-        of_words = (x.view(torch.int32) for x in words)
-        tensors = of_visible, of_blocks, *of_words, *kinds, *work
+        types = f"{visible is None} {kind}"
+        launch = _launch("bits_kernel", types, device.index, FULL=full, WHOLE=whole)
+        tensors = visible, of_blocks, *words, *kinds, *work
         launch(sizes.pairs, tensors, strides, (grid.heads, grid.rows, grid.columns, *numbers))
         return _listed(sizes, kinds, work, (None, None, *words), 0)
+
+
+def _in_words(visible: Tensor) -> Tensor:
+    """int64 (batch, heads, queries, words of 8 keys) of bools, a copy where the words of memory are
+    others: each row, padded with False."""
+    *strides, last = visible.stride()
+    units = *strides, visible.storage_offset(), visible.data_ptr(), visible.shape[3]
+    if last != 1 or any(x % 8 for x in units):
+        visible = torch.nn.functional.pad(visible, (0, -visible.shape[3] % 8)).contiguous()
+    return visible.view(torch.int64)
 
 
 class _Sizes(NamedTuple):

@@ -213,25 +213,20 @@ def kinds_kernel(
 
 
 @triton.jit
-def _places_of_parts(row_list, pair, column_blocks, PARTS: tl.constexpr):
-    """Where the words of 32 columns go, of a pair of column blocks, and whether these exist."""
-    parts = tl.arange(0, PARTS)
-    blocks = pair * (PARTS // 2) + parts // 2
-    place = (tl.cast(row_list, tl.int64) * column_blocks + blocks) * (2 * ROWS) + parts % 2
-    return place, blocks < column_blocks
+def _store_pair(
+    words_ptr, kinds_ptr, work_ptr, row_list, pair, words, counts, whole, column_blocks
+):  # fmt: skip
+    """The bits and the kinds of a pair of column blocks; adds these to the numbers of full and of
+    listed ones.
 
-
-@triton.jit
-def _store_kinds(kinds_ptr, work_ptr, row_list, pair, counts, whole, column_blocks):
-    """The kinds of a pair of column blocks, added to the numbers of full and of listed ones.
-
-    counts: of visible scores in each 32 columns.
+    words: int64 (2, 128), of each row. counts: of visible scores (2,).
     """
-    counts = tl.sum(tl.reshape(counts, (counts.shape[0] // 2, 2)), 1)
-    blocks = pair * counts.shape[0] + tl.arange(0, counts.shape[0])
+    blocks = pair * 2 + tl.arange(0, 2)
     exists = blocks < column_blocks
-    is_full, is_listed = (counts == whole).to(tl.int32), (counts > 0).to(tl.int32)
     place = tl.cast(row_list, tl.int64) * column_blocks + blocks
+    rows = tl.arange(0, ROWS)[None, :]
+    tl.store(words_ptr + place[:, None] * ROWS + rows, words, mask=exists[:, None] & (rows >= 0))
+    is_full, is_listed = (counts == whole).to(tl.int32), (counts > 0).to(tl.int32)
     tl.store(kinds_ptr + place, (is_full + is_listed).to(tl.int8), mask=exists)
     tl.atomic_add(work_ptr + row_list * FIELDS, tl.sum(is_full, 0))
     tl.atomic_add(work_ptr + row_list * FIELDS + 1, tl.sum(is_listed, 0))
@@ -257,46 +252,50 @@ def block_kinds_kernel(
 
 
 @triton.jit
-def _seen(visible_ptr, kinds_ptr, query, key, strides, inside, blocks, FULL: tl.constexpr,
+def _seen(visible_ptr, kinds_ptr, query, word, stride_q, sizes, blocks, FULL: tl.constexpr,
           WHOLE: tl.constexpr):  # fmt: skip
-    """int32 (128, 128): which keys each query sees; see ``bits_kernel``. strides: of visible's
+    """int64 (128, 16): which keys each query sees, a byte for each; see ``bits_kernel``. sizes:
     queries and keys. blocks: their sizes, and the number of blocks of keys."""
-    read, seen = inside, tl.zeros((ROWS, ROWS), dtype=tl.int32)
+    ones: tl.constexpr = 0x0101010101010101
+    inside = (query < sizes[0])[:, None] & (word * 8 < sizes[1])[None, :]
+    read, seen = inside, tl.zeros((ROWS, ROWS // 8), dtype=tl.int64)
     if kinds_ptr is not None:
-        row, column = query // blocks[0] * blocks[2], key // blocks[1]
+        row, column = query // blocks[0] * blocks[2], word * 8 // blocks[1]
         if WHOLE:
             kind = tl.load(kinds_ptr + tl.min(row, 0) + tl.min(column, 0)).to(tl.int32)
-            kind = tl.zeros((ROWS, ROWS), dtype=tl.int32) + kind
+            kind = tl.zeros((ROWS, ROWS // 8), dtype=tl.int32) + kind
         else:
             kinds = kinds_ptr + row[:, None] + column[None, :]
             kind = tl.load(kinds, mask=inside, other=0).to(tl.int32)
-        seen = (inside & (kind == FULL)).to(tl.int32)
+        whole = _lowest(8 * (sizes[1] - word * 8)) & ones
+        seen = tl.where(inside & (kind == FULL), whole[None, :], seen)
         read = inside & (kind == 1)
     if visible_ptr is not None:
-        places = query[:, None] * tl.cast(strides[0], tl.int64)
-        places = visible_ptr + places + key[None, :] * tl.cast(strides[1], tl.int64)
-        seen |= (tl.load(places, mask=read, other=0) != 0).to(tl.int32)
+        places = query[:, None] * tl.cast(stride_q, tl.int64) + word[None, :]
+        seen |= tl.load(visible_ptr + places, mask=read, other=0)
     return seen
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "block_q", "block_k"])
 def bits_kernel(
     visible_ptr, block_kinds_ptr, words_q_ptr, words_k_ptr, kinds_q_ptr, kinds_k_ptr, work_q_ptr,
-    work_k_ptr, stride_b, stride_h, stride_q, stride_k, heads, queries, keys, block_q, block_k,
+    work_k_ptr, stride_b, stride_h, stride_q, heads, queries, keys, block_q, block_k,
     FULL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The bits and the kinds of two blocks of either side from 128 x 128 bools, as bytes.
+    """The bits and the kinds of two blocks of either side from 128 x 128 bools.
 
+    visible: int64 (batch, heads, queries, words of 8 keys), each key a byte of 0 or 1, and 0 past
+    the last key. strides: of words.
     block_kinds: of blocks of block_q x block_k scores (batch * heads, blocks of queries, blocks of
     keys): visible counts where they are 1 and not FULL, FULL shows all and 0 none. None: visible
-    counts everywhere. WHOLE: block_q and block_k are multiples of 128.
-    words: int32 (blocks, 128, 2), of all blocks. work: zeros at first. Grid: blocks of 128 keys, of
+    counts everywhere. block_k: a multiple of 8. WHOLE: both are multiples of 128.
+    words: int64 (blocks, 128), of all blocks. work: zeros at first. Grid: blocks of 128 keys, of
     128 queries, batch * heads.
     """
-    PARTS: tl.constexpr = ROWS // 32
+    WORDS: tl.constexpr = ROWS // 8
     k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = q_block * ROWS + tl.arange(0, ROWS)
-    key = k_block * ROWS + tl.arange(0, ROWS)
+    word = k_block * WORDS + tl.arange(0, WORDS)
     visible, kinds = visible_ptr, block_kinds_ptr
     if visible_ptr is not None:
         visible += mask_idx // heads * tl.cast(stride_b, tl.int64)
@@ -304,28 +303,30 @@ def bits_kernel(
     blocks_k = tl.cdiv(keys, block_k)
     if kinds is not None:
         kinds += mask_idx * tl.cast(tl.cdiv(queries, block_q) * blocks_k, tl.int64)
-    inside = (query < queries)[:, None] & (key < keys)[None, :]
-    seen = _seen(visible, kinds, query, key, (stride_q, stride_k), inside,
+    seen = _seen(visible, kinds, query, word, stride_q, (queries, keys),
                  (block_q, block_k, blocks_k), FULL, WHOLE)  # fmt: skip
-    bits, rows = tl.arange(0, 32), tl.arange(0, ROWS)
+    # Products whose highest byte has the sum of the eight bytes, and the bits of the eight.
+    counts = ((seen * 0x0101010101010101) >> 56).to(tl.int32) & 0xFF
+    bytes_of_keys = ((seen * 0x0102040810204080) >> 56) & 0xFF
+    eight = tl.arange(0, 8).to(tl.int64)
 
-    by_row = tl.reshape(seen, (ROWS, PARTS, 32))
-    row_list, column_blocks = mask_idx * tl.cdiv(queries, ROWS) + q_block, tl.cdiv(keys, COLUMNS)
-    place, exists = _places_of_parts(row_list, k_block, column_blocks, PARTS)
-    words = tl.sum(by_row << bits[None, None, :], 2)
-    tl.store(words_q_ptr + place[None, :] + 2 * rows[:, None], words, mask=exists[None, :])
-    counts = tl.sum(tl.sum(by_row, 2), 0)
+    row_list = mask_idx * tl.cdiv(queries, ROWS) + q_block
+    words = tl.sum(tl.reshape(bytes_of_keys, (ROWS, 2, 8)) << (8 * eight)[None, None, :], 2)
+    of_pair = tl.sum(tl.sum(tl.reshape(counts, (ROWS, 2, 8)), 2), 0)
     whole = tl.minimum(queries - q_block * ROWS, ROWS) * COLUMNS
-    _store_kinds(kinds_q_ptr, work_q_ptr, row_list, k_block, counts, whole, column_blocks)
+    _store_pair(words_q_ptr, kinds_q_ptr, work_q_ptr, row_list, k_block, tl.trans(words), of_pair,
+                whole, tl.cdiv(keys, COLUMNS))  # fmt: skip
 
-    by_column = tl.reshape(seen, (PARTS, 32, ROWS))
-    row_list, column_blocks = mask_idx * tl.cdiv(keys, ROWS) + k_block, tl.cdiv(queries, COLUMNS)
-    place, exists = _places_of_parts(row_list, q_block, column_blocks, PARTS)
-    words = tl.sum(by_column << bits[None, :, None], 1)
-    tl.store(words_k_ptr + place[:, None] + 2 * rows[None, :], words, mask=exists[:, None])
-    counts = tl.sum(tl.sum(by_column, 2), 1)
+    row_list = mask_idx * tl.cdiv(keys, ROWS) + k_block
+    bits = seen << (tl.arange(0, ROWS) % 8).to(tl.int64)[:, None]
+    of_queries = tl.sum(tl.reshape(bits, (WORDS, 8, WORDS)), 1)  # eight queries of eight keys
+    bytes_of_queries = (of_queries[:, :, None] >> (8 * eight)[None, None, :]) & 0xFF
+    bytes_of_queries = tl.reshape(bytes_of_queries, (2, 8, ROWS))
+    words = tl.sum(bytes_of_queries << (8 * eight)[None, :, None], 1)
+    of_pair = tl.sum(tl.reshape(tl.sum(counts, 1), (2, COLUMNS)), 1)
     whole = tl.minimum(keys - k_block * ROWS, ROWS) * COLUMNS
-    _store_kinds(kinds_k_ptr, work_k_ptr, row_list, q_block, counts, whole, column_blocks)
+    _store_pair(words_k_ptr, kinds_k_ptr, work_k_ptr, row_list, q_block, words, of_pair, whole,
+                tl.cdiv(queries, COLUMNS))  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_masks", "queries", "keys"])
