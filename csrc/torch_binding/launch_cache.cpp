@@ -176,8 +176,7 @@ void keep_passes_of_stack(StableIValue* stack, uint64_t num_arguments, uint64_t)
                     .bhsd = bhsd};
   if (packed) passes.packed = cached_launch(kName, *packed);
   KeptMask mask{.of_queries = MaskTensors::take(arguments),
-                .of_keys = MaskTensors::take(arguments),
-                .turns = arguments.take<Optional>()};
+                .of_keys = MaskTensors::take(arguments)};
   if (mask.of_queries.entries) passes.mask = std::make_shared<KeptMask>(std::move(mask));
   keep_passes(options, given, passes);
   return_results(stack, std::tuple<>());
@@ -197,7 +196,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def(
       "keep_passes(int options, bool bhsd, Tensor forward, Tensor backward, Tensor? "
       "packed, " FLASHATTN3_FOUND_SCHEMA ", " FLASHATTN3_SCORES
-      ", " FLASHATTN3_MASK(_q) ", " FLASHATTN3_MASK(_k) ", Tensor? turns=None) -> ()");
+      ", " FLASHATTN3_MASK(_q) ", " FLASHATTN3_MASK(_k) ") -> ()");
   library.def("forget_passes(int options) -> ()");
 }
 

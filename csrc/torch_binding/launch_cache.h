@@ -87,10 +87,9 @@ struct GivenTensors {
 };
 
 // The mask of calls whose options have a number for this mask alone, so that the operators take no
-// tensors of it. turns: of deterministic calls, as in BackwardCall.
+// tensors of it. Deterministic calls are not kept: their turns follow the values of the lists.
 struct KeptMask {
   MaskTensors of_queries, of_keys;
-  std::optional<Tensor> turns;
 };
 
 // Both passes of a call.

@@ -69,7 +69,7 @@ ForwardResults run_kept_forward(const char* function, const KeptPasses& kept, Fo
 }
 
 Gradients run_kept_backward(const char* function, const KeptPasses& kept, BackwardCall call) {
-  if (kept.mask) call.mask = kept.mask->of_keys, call.turns = kept.mask->turns;
+  if (kept.mask) call.mask = kept.mask->of_keys;
   return run_backward(function, kept.backward, call);
 }
 

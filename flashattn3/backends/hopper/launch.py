@@ -143,7 +143,8 @@ def _dense(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
     """See ``Launch.keep``. None where a pass needs a copy first, as decode kernels do of 16-bit
-    sinks, or another backend, and where the sequences have a used length."""
+    sinks, or another backend, where the sequences have a used length, and of deterministic calls
+    with a mask, whose turns follow the values of the lists."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     if config.gradient_config is None or not aligned:
@@ -154,16 +155,16 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
     copies_sinks = config.packed is not None and problem.sinks_dtype in SIXTEEN_BIT
     if library.keep_passes is None or copies_sinks:
         return None
+    if problem.mask is not None and problem.deterministic:
+        return None
     backward = backward_launch(problem, launch.device, config.gradient_config, library)
     decode = config.packed and config.packed.kernel_launch.handle
     handles = config.launch.handle, backward.handle, decode
 
     def keep(number: int, bhsd: bool, *tensors: Tensor | None) -> PassOperators:
-        of_mask = tensors[len(FOUND) :]
-        if problem.mask is not None:
-            of_queries, of_keys = _dense(of_mask[:3]), _lists_of_keys(problem, of_mask)
-            of_mask = *of_queries, *of_keys
-        library.keep_passes(number, bhsd, *handles, *tensors[: len(FOUND)], *of_mask)
+        # A copy would not follow what is written to a mask, so none is kept.
+        if all(x is None or x.is_contiguous() for x in tensors[len(FOUND) :]):
+            library.keep_passes(number, bhsd, *handles, *tensors)
         forwards = library.forward_kept, library.forward_kept_scores
         if problem.return_max_logit:
             forwards = (_with_max_logit(forwards[1], heads=1 if bhsd else 2),) * 2
@@ -223,7 +224,7 @@ def prepare_backward(
             tensors = with_dense_rows(problem, tensors)
         scores = (*_scores_of(tensors), any(with_dbias)) if changes else ()
         if masked:
-            scores += _lists_of_keys(problem, tensors_of_mask(tensors))
+            scores += _lists_of_keys(problem, tensors)
         if copied:
             tensors = (*_copied(copied, *tensors[:3]), *tensors[3:])
         dout, out, lse = _in_whole_rows(dout), _in_whole_rows(out), lse.contiguous()
@@ -243,10 +244,10 @@ def prepare_backward(
     return run
 
 
-def _lists_of_keys(problem: Problem, of_mask: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _lists_of_keys(problem: Problem, tensors: Tensors) -> tuple[Tensor | None, ...]:
     """Those of the mask, and the order of additions to a block of queries if it is that of each
     run."""
-    lists = _dense(of_mask[3:])
+    lists = _dense(tensors_of_mask(tensors)[3:])
     return *lists, turns_of(BlockLists(*lists)) if problem.deterministic else None
 
 
