@@ -24,6 +24,7 @@ from .masks.mask import Mask
 from .run.doors import attend
 from .run.passes import backward_pass, forward_pass
 from .run.quantized import Scheme, attend_quantized
+from .run.quantized_gradient import attend_scaled
 
 
 def _dense(
@@ -42,6 +43,8 @@ def _dense(
     lists = () if mask is None else call_tensors(options.function, mask, q, k)
     tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
+    if type(q) is BlockScaled:
+        return attend_scaled(tensors, options, (q, k, v), mask=mask)
     return attend(tensors, options, mask=mask)
 
 
@@ -67,6 +70,8 @@ def _varlen(
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
     if cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         check_tensor_types(options.function, tensors, varlen=True)
+    if type(q) is BlockScaled:
+        return attend_scaled(tensors, options, (q, k, v))
     return attend(tensors, options)
 
 

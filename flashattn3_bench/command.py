@@ -45,6 +45,8 @@ from .quantize_suite import quantize_work, run_quantize
 from .report import Results, summary
 from .robot_suite import SUITE as ROBOT
 from .robot_suite import TIMES, run_robot
+from .rotary_suite import SUITE as ROTARY
+from .rotary_suite import run_rotary
 from .runner import Record, Settings, run_cell
 from .scores_suite import SUITE as SCORES
 from .scores_suite import run_scores
@@ -67,7 +69,7 @@ OWN = {
 # On a CPU too, and there in which dtype: Triton's interpreter multiplies no bfloat16.
 OF_16_BIT = {
     **dict.fromkeys(("fp8", ACCURACY, DISTRIBUTIONS, QUANTIZE), "bfloat16"),
-    **dict.fromkeys((LADDER, SPARSE), "float16"),
+    **dict.fromkeys((LADDER, SPARSE, ROTARY), "float16"),
 }
 INAPPLICABLE = {
     "fp8": ("direction",),
@@ -78,7 +80,7 @@ INAPPLICABLE = {
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
     DISTRIBUTIONS: ("direction", "dtype", "baselines"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
-    **dict.fromkeys((SCORES, MASKS), ("baselines",)),
+    **dict.fromkeys((SCORES, MASKS, ROTARY), ("baselines",)),
     MASKS_BUILD: ("direction", "head_dim", "dtype", "baselines", "backend"),
     "varlen": ("head_dim", "seqlen", "baselines"),
     LADDER: ("baselines",),
@@ -195,7 +197,7 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     baselines = ("fa2", "cudnn") if on_gpu else ("fa2",) if suite == "host" else ("math",)
-    if suite in ("deterministic", "captured", SCORES, MASKS, MASKS_BUILD):
+    if suite in ("deterministic", "captured", SCORES, MASKS, MASKS_BUILD, ROTARY):
         baselines = ()
     elif suite == LADDER:
         baselines = RUNGS
@@ -278,6 +280,8 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
         return [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
     if suite == SCORES:
         return [lambda cell=cell: run_scores(cell, settings) for cell in chosen]
+    if suite == ROTARY:
+        return [lambda cell=cell: run_rotary(cell, settings) for cell in chosen]
     if suite == ROBOT:
         return [lambda of=of: run_robot(*of, settings) for of in product(chosen, TIMES)]
     if suite == FEW_QUERIES:

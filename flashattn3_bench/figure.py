@@ -19,6 +19,8 @@ COLORS = {
     "quantize+e4m3": "tab:pink",
     "quantize+int8+smooth_k": "tab:red",
     "fp8 e4m3": "tab:brown",
+    "8 bits": "tab:olive",
+    "rotary": "tab:orange",
     "deterministic": "tab:olive",
     "captured": "tab:cyan",
     "flashattn3": "tab:green",

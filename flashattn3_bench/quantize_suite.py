@@ -6,17 +6,27 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.quantization import KINDS, quantize_block_fp8, quantize_qkv, torch_operations
+from flashattn3.quantization import (
+    KINDS,
+    quantize_block_fp8,
+    quantize_qkv,
+    rotate_and_quantize,
+    torch_operations,
+)
 from flashattn3.quantization.dispatch import on_hopper
+from flashattn3.quantization.embedding import Embedding, embedded
+from flashattn3.quantization.embedding_dispatch import rotated
 from flashattn3.quantization.smoothing import sample_mean
 
 from .providers import OURS
+from .rotary_suite import tables
 from .runner import FAILED, OK, Record, Settings, name_of
 from .timing import interleave, make_clock
 
@@ -26,6 +36,7 @@ BATCH, SEQLEN, WIDTH = 4, 4096, 2048  # the grid's 16384 tokens; heads x head di
 QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH = 1, 130, 256
 BLOCK = 128
 COPY = "copy"
+ROTARY_ROW, ROTARY = "q, k, v with rotary", "rotary"  # the pass over q and k alone, in 16 bits
 # Tensors that are worked on in turn: what is read and written has left the L2 cache since.
 RING = 4
 
@@ -41,7 +52,15 @@ class Work:
     smooth_k: bool
     head_dim: int
 
+    @property
+    def rotates(self) -> bool:
+        """Whether q and k are rotated by their positions first, as rotate_and_quantize does."""
+        return self.row == ROTARY_ROW
+
     def __call__(self, *tensors: Tensor) -> tuple[BlockScaled, ...]:
+        if self.rotates:
+            how = {"hadamard": self.hadamard, "qk_dtype": self.dtype, "block": BLOCK}
+            return rotate_and_quantize(*tensors, *_tables(tensors[0]), **how)
         if len(self.kinds) == 3:
             how = {"hadamard": self.hadamard, "qk_dtype": self.dtype, "smooth_k": self.smooth_k}
             return quantize_qkv(*tensors, block=BLOCK, **how)
@@ -59,6 +78,7 @@ def quantize_work(head_dims: tuple[int, ...] | None) -> list[Work]:
             ("v", ("v",), False, FP8, False),
             ("q, k, v at once", KINDS, True, INT8, False),  # as flash_attn_fp8_func quantizes
             ("q, k, v at once, smooth_k", KINDS, True, INT8, True),
+            (ROTARY_ROW, KINDS, True, INT8, False),
         )
         for head_dim in HEAD_DIMS
         if head_dims is None or head_dim in head_dims
@@ -75,10 +95,13 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
     error = _fault(work, tensors, results)
     calls = {} if error else {OURS: _in_turn(work, ring)}
     calls[COPY] = _in_turn(_copy, ring)
+    if work.rotates:
+        calls[ROTARY] = _in_turn(_rotate, ring)
     clock = make_clock(settings.device, _num_bytes(*itertools.chain(*ring)))
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     stored = [x for scaled in results for x in (scaled.data, scaled.descale)]
     num_bytes = {OURS: _num_bytes(*tensors, *stored), COPY: 2 * _num_bytes(*tensors)}
+    num_bytes[ROTARY] = 2 * _num_bytes(*tensors[:2])
     speed = {name: num_bytes[name] / timings[name].median_ms / 1e6 for name in calls}
     description = _description(work, tensors, results, settings)
     refused = {**description, "provider": OURS, "status": FAILED, "reason": error}
@@ -127,6 +150,20 @@ def _description(
     }
 
 
+@cache
+def _tables_of(seqlen: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return tables(seqlen, head_dim, device)
+
+
+def _tables(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _tables_of(x.shape[1], x.shape[-1], x.device)
+
+
+def _rotate(q: Tensor, k: Tensor, _v: Tensor) -> list[Tensor]:
+    embedding = Embedding(None, None, *_tables(q), None, False, 0.0)
+    return [rotated(x, embedding, None, None) for x in (q, k)]
+
+
 def _copy(*tensors: Tensor) -> list[Tensor]:
     return [torch.clone(x) for x in tensors]
 
@@ -147,6 +184,8 @@ def _fault(work: Work, tensors: tuple[Tensor, ...], results: tuple[BlockScaled, 
     for x, kind, scaled in zip(tensors, work.kinds, results, strict=True):
         of_v = kind == "v"
         hadamard, dtype = work.hadamard and not of_v, FP8 if of_v else work.dtype
+        if work.rotates and not of_v:
+            x = embedded(x, None, Embedding(None, None, *_tables(x), None, False, 0.0), None)
         mean = sample_mean(x, None, None) if work.smooth_k and kind == "k" else None
         data, descale = torch_operations.quantize(x, BLOCK, hadamard, None, None, dtype, mean)
         found = scaled.in_rows().data

@@ -13,6 +13,7 @@ from .providers import (
     CAPTURED,
     DETERMINISTIC,
     EIGHT_BIT,
+    IN_8_BITS,
     OURS,
     WHOLE_INT8,
     WHOLE_SMOOTH,
@@ -67,6 +68,7 @@ MEASURES = {
         Measure("us", lambda record: record["median_ms"] * 1e3),
         Measure("time in % of the call without", lambda r: 100 / r["speed_ratio"].get(OURS, 1)),
     ),
+    "rotary": (Measure("us", lambda record: record["median_ms"] * 1e3),),
     "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
     "latency": (
@@ -96,6 +98,7 @@ RATIOS_OF = {
     "deterministic": (DETERMINISTIC,),
     "captured": (CAPTURED,),
     "quantize": (OURS,),
+    "rotary": (IN_8_BITS,),
     **dict.fromkeys(("robot", "few-queries", "decode", "latency", "paged"), (OURS,)),
     **dict.fromkeys(("ragged", "chunk", "mixed", "invariant"), (OURS,)),
     **dict.fromkeys(("masks", "masks-build"), (OURS,)),
@@ -103,7 +106,7 @@ RATIOS_OF = {
 # Suites in which one provider is another with something added, whose cost is shown.
 COST_OF = {"fp8": (WHOLE_SMOOTH, WHOLE_INT8)}
 # Each is compared with what comes after it and with all others.
-OWN = (*EIGHT_BIT, DETERMINISTIC, CAPTURED, OURS)
+OWN = (*EIGHT_BIT, IN_8_BITS, DETERMINISTIC, CAPTURED, OURS)
 
 
 def measures(record: Record) -> tuple[Measure, ...]:

@@ -31,6 +31,7 @@ CASES = {
     "captured": PAPER_GRID,
     "fp8": PAPER_GRID,
     SCORES: SCORE_SHAPES,
+    "rotary": tuple(case for case in PAPER_GRID if case.seqlen_k >= 1024),
     "ladder": tuple(
         replace(case, layout="bhsd")
         for case in PAPER_GRID

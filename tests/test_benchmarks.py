@@ -476,16 +476,24 @@ def test_a_precision_that_gives_nan_fails_the_run(bench, monkeypatch):
 
 def test_quick_quantize_suite(bench):
     records, printed = bench("quantize", "--head-dim", "64")
-    assert [r["provider"] for r in records] == [OURS, "copy"] * 5
-    for ours, copy in zip(records[::2], records[1::2], strict=True):
-        tensors = 3 if ours["row"].startswith("q, k, v at once") else 1
+    assert [r["provider"] for r in records] == [*[OURS, "copy"] * 6, "rotary"]
+    for ours, copy in zip(records[::2], records[1::2], strict=False):
+        tensors = 3 if ours["row"].startswith("q, k, v") else 1
         numbers, scales = tensors * 130 * 256, tensors * 2 * 256 // 64
         assert ours["num_bytes"] == 3 * numbers + 4 * scales
         assert copy["num_bytes"] == 4 * numbers
         assert ours["speed_ratio"]["copy"] == pytest.approx(ours["gb_per_s"] / copy["gb_per_s"])
-    dtypes = [*["float8_e4m3fn", "int8"] * 2, "int8"]
+    dtypes = [*["float8_e4m3fn", "int8"] * 2, *["int8"] * 3]
     assert [r["quantized_dtype"] for r in records[::2]] == dtypes
     assert "q, k rotated, int8" in printed and "GB/s" in printed
+
+
+def test_quick_rotary_suite(bench):
+    records, printed = bench("rotary", "--head-dim", "64")
+    assert [r["provider"] for r in records] == [OURS, "8 bits"] * 4
+    steps = [r["saved_bytes"] for r in records if r["direction"] == "bwd"]
+    assert len(steps) == 4 and all(0 < x < 2 * 4 * 128 * 64 * 4 for x in steps)
+    assert "speed of 8 bits over flashattn3" in printed
 
 
 def test_wrong_quantization_has_no_number_and_fails_the_run(bench, monkeypatch):
@@ -499,9 +507,13 @@ def test_wrong_quantization_has_no_number_and_fails_the_run(bench, monkeypatch):
 
     monkeypatch.setattr(quantize_suite, "quantize_block_fp8", wrong)
     monkeypatch.setattr(quantize_suite, "quantize_qkv", wrong_v)
+    rotating = quantize_suite.rotate_and_quantize
+    monkeypatch.setattr(
+        quantize_suite, "rotate_and_quantize", lambda q, *x, **how: rotating(q * 1.01, *x, **how)
+    )
     records, printed = bench("quantize", "--head-dim", "128", status=1)
     ours = [r for r in records if r["provider"] == OURS]
-    assert len(ours) == 5 and all("gb_per_s" not in r for r in ours)
+    assert len(ours) == 6 and all("gb_per_s" not in r for r in ours)
     assert "differ from torch's" in printed
 
 

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flashattn3 import UnsupportedError, flash_attn_fp8_func, flash_attn_varlen_fp8_func
 from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.call.operands import Scaled
 from flashattn3.quantization import dispatch, quantize_qkv, torch_operations, triton_launch
+from flashattn3.run import quantized, quantized_gradient
 from flashattn3_bench.checking import (
     GRADIENT_FACTOR,
     check,
@@ -117,10 +119,45 @@ def test_every_way_gives_the_same_gradient(device):
         for one, other in zip(results, found["eager"], strict=True):
             assert torch.equal(one, other), name
     saved = saved_by(lambda: flash_attn_fp8_func(*given, qk_dtype=FP8))
-    sides = [dtype for shape, dtype in saved if len(shape) == 4]
+    sides = [dtype for shape, dtype in saved if len(shape) >= 4]  # permuted v has five axes
     assert sides == [FP8, FP8, FP8, torch.float16]
     with torch.no_grad():
         assert torch.equal(flash_attn_fp8_func(*given), found["eager"][0])
+
+
+@pytest.mark.parametrize("sees", ["all", "before", "sequence"])
+def test_rows_of_few_keys_are_computed_again(sees, monkeypatch):
+    """As where out and lse carry the rounding of probabilities, which here is a large one."""
+    q, k, v = leaves(seqlen=32 if sees == "all" else 40)
+    edges = torch.tensor([0, 38, 80], dtype=torch.int32)
+    attend_exactly = quantized_gradient.attend
+
+    def attend(tensors, options):
+        found = attend_exactly(tensors, options)
+        return (found[0] * 1.2, found[1] + 0.2) if type(tensors.q) is Scaled else found
+
+    def gradients_of(rows):
+        if sees == "sequence":
+            of = {"max_seqlen_q": 42, "max_seqlen_k": 42}
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            out = flash_attn_varlen_fp8_func(*flat, edges, edges, **of).view(q.shape)
+        else:
+            out = flash_attn_fp8_func(q, k, v, causal=sees == "before")
+        dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+        dout[:, : rows.start], dout[:, rows.stop :] = 0, 0
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    few, many = slice(0, 32), slice(32, 40)
+    wanted = {"few": gradients_of(few), "many": gradients_of(many)}
+    monkeypatch.setattr(quantized_gradient, "attend", attend)
+    monkeypatch.setattr(quantized_gradient, "FEW_KEYS", 32)
+    monkeypatch.setattr(dispatch, "layout_of_v", lambda v: "permuted")
+    monkeypatch.setattr(quantized, "_checked_once", quantized._checked_once.__wrapped__)
+    for one, other in zip(gradients_of(few), wanted["few"], strict=True):
+        assert (one - other).norm() < 0.01 * other.norm()
+    if sees == "before":  # rows of many keys have what the forward gave
+        pairs = zip(gradients_of(many), wanted["many"], strict=True)
+        assert any((one - other).norm() > 0.05 * other.norm() for one, other in pairs)
 
 
 def test_what_has_no_gradient():

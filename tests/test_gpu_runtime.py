@@ -10,7 +10,7 @@ import torch
 from helpers import EVERY_BACKEND, case_named, run_python
 
 from flashattn3 import flash_attn_fp8_func
-from flashattn3.call.hadamard import _kept_signs
+from flashattn3.call.hadamard import _kept
 from flashattn3_bench.checking import Case, call, make_inputs, make_output_gradients
 from flashattn3_bench.checking.cases import dense, varlen
 
@@ -258,7 +258,7 @@ def test_the_first_fp8_call_may_be_inside_a_cuda_graph(backend):
     x = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.float16)
     wanted = flash_attn_fp8_func(x, x, x, backend=backend)  # compiles, and loads the kernels
     torch.cuda.synchronize()
-    _kept_signs.cache_clear()
+    _kept.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = flash_attn_fp8_func(x, x, x, backend=backend)

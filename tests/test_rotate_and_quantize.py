@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from helpers import TRITON_DTYPES
+from torch.utils.checkpoint import checkpoint
 
 from flashattn3 import (
     BlockScaled,
     UnsupportedError,
     flash_attn_func,
+    flash_attn_varlen_func,
     quantize_block_fp8,
     rotate_and_quantize,
 )
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.integrations.rotary import apply_rotary
 from flashattn3.quantization.embedding import Embedding, embedded
+from flashattn3_bench.checking import GRADIENT_FACTOR, check
 
 EDGES = (0, 33, 33, 150)
 
@@ -175,6 +181,96 @@ def test_wrong_arguments_are_named(name):
         rotate_and_quantize(*arguments, **named)
 
 
-def test_a_gradient_is_refused():
+# What a differentiable call has beside q, k and v.
+DIFFERENTIABLE = {
+    "rotary": {"rotary": {}},
+    "interleaved, varlen": {"rotary": {}, "rotary_interleaved": True, "varlen": True},
+    "positions, mean": {"rotary": {}, "positions": True, "smooth_k": True},
+    "norm": {"rotary": {}, "norm": True},
+    "norm alone": {"norm": True, "block": 64},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_of_the_pair(name, device):
+    """Against float64: of attention at the quantized values, then of the embedding."""
+    how = dict(DIFFERENTIABLE[name])
+    varlen, norm, dtype = how.pop("varlen", False), how.pop("norm", False), TRITON_DTYPES[-1]
+    leaves = [x.requires_grad_() for x in sides(dtype, device, (64, 64), varlen)]
+    if varlen:  # tokens of no sequence have no gradient
+        leaves = [x.detach()[: EDGES[-1]].requires_grad_() for x in leaves]
+    rotary = how.pop("rotary", None)
+    cos, sin = (None, None) if rotary is None else tables(**rotary, device=device)
+    lengths, of_call, edges = {}, {}, None
+    if varlen:
+        edges = torch.tensor(EDGES, dtype=torch.int32, device=device)
+        lengths = {"cu_seqlens": edges, "max_seqlen": 120}
+        of_call = {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
+        of_call |= {"max_seqlen_q": 120, "max_seqlen_k": 120}
+    positions = None
+    if how.pop("positions", False):
+        positions = (torch.arange(leaves[0][..., 0, 0].numel(), device=device) * 7 % 200).int()
+        positions = positions.view(leaves[0].shape[:-2])
+    weights = [None, None]
+    if norm:
+        weights = [torch.linspace(0.5, 2, 64, device=device).requires_grad_() for _ in weights]
+    q, k, v = leaves
+    named = {"q_norm": weights[0], "k_norm": weights[1], "positions": positions}
+    scaled = rotate_and_quantize(q, k, v, cos, sin, **named, **lengths, **how)
+    attend = flash_attn_varlen_func if varlen else flash_attn_func
+    out = attend(*scaled, **of_call, causal=True, out_dtype=dtype)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    wanted_of = [x for x in (*leaves, *weights) if x is not None]
+    got = torch.autograd.grad(out, wanted_of, dout)
+
+    attend = partial(attend, **of_call, causal=True)
+    options = positions, how.get("rotary_interleaved", False), 1e-6
+    reference = of_the_passes(attend, scaled, wanted_of, dout, (cos, sin, *options), edges, True)
+    baseline = of_the_passes(attend, scaled, wanted_of, dout, (cos, sin, *options), edges, False)
+    names = "dq", "dk", "dv", "dq_norm", "dk_norm"
+    for what, *tensors in zip(names, got, reference, baseline, strict=False):
+        check(what, *tensors, GRADIENT_FACTOR, name)
+
+
+def of_the_passes(attend, scaled, leaves, dout, options, edges, wide: bool) -> list[torch.Tensor]:
+    """Gradients of the leaves: of attention at the quantized values, then of the embedding of q and
+    k, in float64 or in the dtype of q."""
+    dtype = torch.float64 if wide else leaves[0].dtype
+    values = [x.dequantize().to(dtype).requires_grad_() for x in scaled]
+    of_values = torch.autograd.grad(attend(*values), values, dout.to(dtype))
+    if wide:
+        leaves = [x.detach().double().requires_grad_() for x in leaves]
+    weights = leaves[3:] or (None, None)
+    embedding, of = Embedding(*weights, *options), torch.float64 if wide else torch.float32
+    turned = [
+        embedded(x, w, embedding, edges, of).to(dtype)
+        for x, w in zip(leaves[:2], weights, strict=True)
+    ]
+    dq, dk, *of_weights = torch.autograd.grad(turned, [*leaves[:2], *leaves[3:]], of_values[:2])
+    return [dq, dk, of_values[2], *of_weights]
+
+
+def test_where_gradients_pass():
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
+    scaled = rotate_and_quantize(q, k, v, COS, SIN)
+    assert all(x.gradient.untyped_storage().nbytes() == 2 for x in scaled)
+    (dq,) = torch.autograd.grad(flash_attn_func(*scaled).sum(), q)
+    way = torch.compile(
+        lambda *x: flash_attn_func(*rotate_and_quantize(*x, COS, SIN)).sum(),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    assert torch.equal(torch.autograd.grad(way(q, k, v), q)[0], dq)
+    checkpointed = checkpoint(lambda *x: flash_attn_func(*rotate_and_quantize(*x, COS, SIN)),
+                              q, k, v, use_reentrant=False)  # fmt: skip
+    assert torch.equal(torch.autograd.grad(checkpointed.sum(), q)[0], dq)
+    scaled = rotate_and_quantize(q, K, V, COS, SIN)
+    mixed = scaled[0], *(quantize_block_fp8(x, kind=of, hadamard=of == "k", dtype=scaled[i].dtype)
+                         for i, (of, x) in enumerate((("k", K), ("v", V)), 1))  # fmt: skip
+    assert torch.autograd.grad(flash_attn_func(*mixed).sum(), q)[0].shape == q.shape
+    with pytest.raises(UnsupportedError, match=r"rotary_cos\.requires_grad"):
+        rotate_and_quantize(Q, K, V, COS.clone().requires_grad_(), SIN)
     with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
-        rotate_and_quantize(Q.clone().requires_grad_(), K, V)
+        torch.func.grad(lambda q: flash_attn_func(*rotate_and_quantize(q, K, V)).sum())(Q)
+    with pytest.raises(ValueError, match=r"gradient\.shape must be"):
+        replace(scaled[0], gradient=Q[:1])

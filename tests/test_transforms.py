@@ -22,7 +22,7 @@ from flashattn3 import (
     quantize_block_fp8,
     use_backend,
 )
-from flashattn3.call.hadamard import _kept_signs, signs
+from flashattn3.call.hadamard import _kept, signs
 from flashattn3.call.sign_bits import SIGN_SEED
 
 EDGES_Q, EDGES_K = (torch.tensor(x, dtype=torch.int32) for x in ((0, 3, 5), (0, 1, 4)))
@@ -274,7 +274,7 @@ class Rotated(torch.nn.Module):
 def test_the_signs_outlive_every_mode(first):
     x = normal(1, 8, 2, 16).half()
     wanted = flash_attn_fp8_func(x, x, x)
-    _kept_signs.cache_clear()
+    _kept.cache_clear()
     first_calls()[first]()
     assert torch.equal(flash_attn_fp8_func(x, x, x), wanted)
     weight = torch.ones(1, requires_grad=True)

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/cached_keys.cuh"
+#include "attention/rotary_angles.cuh"
 
 namespace flashattn3::append {
 
@@ -38,15 +39,6 @@ struct Tensor {
   int tokens_per_cta, num_ctas;  // tokens_per_cta * head_groups * items threads are at work
   int half;                      // half of the rotated columns; 0: none is rotated
   bool vectors;  // items are vectors, at multiples of 16 bytes, and so are four fp32 angles
-};
-
-// cos and sin, (positions, half), fp32 or the type of q, k and v.
-struct RotaryTables {
-  const void *cos, *sin;
-  int64_t stride;  // between positions, of both
-  int num_positions;
-  bool is_fp32;
-  bool interleaved;  // pairs are columns (2i, 2i + 1); else (i, i + half)
 };
 
 enum TensorIndex { kK, kV, kQ, kNumTensors };

@@ -36,9 +36,8 @@ __host__ __device__ __forceinline__ TokenPlace find_place(const Tensor& tensor, 
   return {low, index - begin};
 }
 
-// Values of Token::position that are no position of the rotary tables.
-constexpr int kNoPosition = -1;  // the tables lack it: rotated columns become NaN
-constexpr int kUnrotated = -2;   // all columns stay as they are
+// A value of Token::position, as kNoPosition is one: all columns stay as they are.
+constexpr int kUnrotated = -2;
 
 // A token and its offsets in elements of Tensor::from and to. They are no addresses, because the
 // compiler does not know to what kind of memory an address in shared memory points.

@@ -2,13 +2,15 @@
 #include <climits>
 #include <cmath>
 #include <iterator>
+#include <ranges>
+#include <span>
 #include <string>
 #include <type_traits>
 
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/quantize.h"
-#include "quantize/kernel.cuh"
+#include "quantize/embedding_kernel.cuh"
 #include "quantize/sample_mean.cuh"
 #include "quantize_limits.h"
 
@@ -59,13 +61,13 @@ int64_t num_blocks(const TokenTensor& tensor, int tokens) {
 // Launches `clusters` clusters of `ctas` CTAs of `threads` threads; returns if clusters is 0.
 template <class Arguments>
 void launch(const char* name, void (*kernel)(Arguments), const Arguments& args, int threads,
-            int64_t clusters, int ctas, cudaStream_t stream) {
+            int64_t clusters, int ctas, cudaStream_t stream, int shared_bytes = 0) {
   const int64_t grid = clusters * ctas;
   expect(grid <= INT_MAX, name, "the number of CTAs", "below 2^31", grid);
   if (grid == 0) return;
   launch_kernel(name, "", kernel,
-                {static_cast<unsigned>(grid), threads, 0, static_cast<unsigned>(ctas)}, stream,
-                true, args);
+                {static_cast<unsigned>(grid), threads, shared_bytes, static_cast<unsigned>(ctas)},
+                stream, true, args);
 }
 
 // Returns choose(integral_constant) for padded_columns(head_dim).
@@ -79,6 +81,20 @@ auto for_columns(int head_dim, Choose choose) {
     default:
       return choose(std::integral_constant<int, 256>{});
   }
+}
+
+// Runs body(type, columns), constants both.
+template <class Body>
+void for_type_and_columns(ElementType dtype, int head_dim, Body body) {
+  using Bf16 = std::integral_constant<ElementType, ElementType::kBFloat16>;
+  using Fp16 = std::integral_constant<ElementType, ElementType::kFloat16>;
+  for_columns(head_dim, [&](auto width) {
+    if (dtype == ElementType::kBFloat16) {
+      body(Bf16{}, width);
+    } else {
+      body(Fp16{}, width);
+    }
+  });
 }
 
 void check_head_dim(const char* name, int head_dim) {
@@ -113,6 +129,113 @@ quantize::QuantizedTensor kernel_tensor(const QuantizeParams& params, int block)
           .descale = params.descale};
 }
 
+// Half of the rotated columns; 0 without a rotation.
+int half_of(const quantize::Embedding (&embeddings)[quantize::kMaxTensors]) {
+  int half = 0;
+  for (const quantize::Embedding& of : embeddings) half = std::max(half, of.half);
+  return half;
+}
+
+// Runs body(kApart), a constant, of the rotation in these tensors; kInterleaved also without one.
+template <int kColumns, class Body>
+void for_pairs(const quantize::Embedding (&embeddings)[quantize::kMaxTensors], Body body) {
+  const bool interleaved =
+      std::ranges::any_of(embeddings, [](auto& of) { return of.tables.interleaved; });
+  const int half = interleaved ? 0 : half_of(embeddings);
+  if (half == 0) {
+    body(std::integral_constant<int, quantize::kInterleaved>{});
+  } else if (half == 32) {
+    body(std::integral_constant<int, 1>{});
+  } else if constexpr (kColumns == 128) {
+    body(std::integral_constant<int, 2>{});
+  } else if constexpr (kColumns == 256) {
+    if (half == 64) {
+      body(std::integral_constant<int, 2>{});
+    } else {
+      body(std::integral_constant<int, 4>{});
+    }
+  }
+}
+
+bool is_embedded(const QuantizeParams& params) {
+  return params.embedding.weight != nullptr || params.embedding.cos != nullptr;
+}
+
+void check_embedding(const char* name, const QuantizeParams& params) {
+  const EmbeddingParams& how = params.embedding;
+  expect(!params.permuted, name, "an embedding", "None for permuted data", "tables or weights");
+  expect(whole_vecs(params.x, sizeof(uint16_t)), name, "x", "of whole vectors", "another layout");
+  if (how.cos == nullptr) return;
+  const bool in_vecs = how.interleaved ? how.half % (quantize::kVec / 2) == 0
+                                       : how.half == 32 || how.half == 64 || how.half == 128;
+  expect(in_vecs && 2 * how.half <= params.x.head_dim, name, "half", "a number of whole vectors",
+         how.half);
+}
+
+quantize::Embedding kernel_embedding(const QuantizeParams& params) {
+  const EmbeddingParams& how = params.embedding;
+  return {.weight = how.weight,
+          .eps = how.eps,
+          .half = how.cos != nullptr ? how.half : 0,
+          .tables = {how.cos, how.sin, how.half, how.num_positions, how.tables_are_fp32,
+                     how.interleaved},
+          .positions = how.positions,
+          .wide_positions = how.positions_are_i64,
+          .positions_batch = params.x.cu_seqlens != nullptr ? 0 : params.x.seqlen};
+}
+
+// Heads that a cluster takes one after the other, of a launch of so many CTAs if each takes one: as
+// many as leave two waves of CTAs on an H100, where each CTA has its share of the registers.
+int heads_together(const TokenTensor& x, int64_t ctas, int columns) {
+  constexpr int kSms = 132;
+  const int64_t resident = kSms * quantize::quantize_ctas(columns, quantize::kEmbeddingRegisters);
+  int heads = quantize::kHeadsTogether;
+  while (heads > 1 && (x.num_heads % heads != 0 || ctas / heads < 2 * resident)) --heads;
+  return heads;
+}
+
+// Launches the tensors with so many padded columns.
+void launch_columns(const char* name, std::span<const QuantizeParams> tensors, ElementType dtype,
+                    int block, int columns, cudaStream_t stream) {
+  const int threads = quantize::quantize_threads(columns), ctas = block / quantize::kTileTokens;
+  const bool embeds = std::ranges::any_of(tensors, is_embedded);
+  const auto has_columns = [&](const QuantizeParams& params) {
+    return padded_columns(params.x.head_dim) == columns;
+  };
+  int64_t most_ctas = 0;
+  for (const QuantizeParams& params : tensors | std::views::filter(has_columns)) {
+    most_ctas += num_blocks(params.x, block) * ctas;
+  }
+  quantize::EmbeddedArguments args{};
+  int num_tensors = 0;
+  int64_t clusters = 0, rounds = INT_MAX;
+  for (const QuantizeParams& params : tensors | std::views::filter(has_columns)) {
+    const int heads = embeds ? heads_together(params.x, most_ctas, columns) : 1;
+    const int64_t blocks = num_blocks(params.x, block) / heads;
+    args.num_blocks[num_tensors] = static_cast<uint32_t>(blocks);
+    args.heads_together[num_tensors] = heads;
+    args.embedding[num_tensors] = kernel_embedding(params);
+    args.tensor[num_tensors++] = kernel_tensor(params, block);
+    clusters += blocks;
+    rounds = std::min(rounds, blocks);
+  }
+  args.by_tensors = cutlass::FastDivmod(std::max(1, num_tensors));
+  args.rounds = static_cast<int>(rounds);
+  for_type_and_columns(dtype, columns, [&](auto type, auto width) {
+    if (!embeds) {
+      const quantize::Arguments& plain = args;
+      launch(name, quantize::quantize_blocks<type, width>, plain, threads, clusters, ctas, stream);
+      return;
+    }
+    for_pairs<width>(args.embedding, [&](auto apart) {
+      constexpr auto kKernel = quantize::embed_blocks<type, width, apart>;
+      allow_shared_memory<kKernel>(quantize::TileAngles::bytes(width / 2));
+      launch(name, kKernel, args, threads, clusters, ctas, stream,
+             quantize::TileAngles::bytes(half_of(args.embedding)));
+    });
+  });
+}
+
 }  // namespace
 
 void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype, int block,
@@ -122,28 +245,12 @@ void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype,
   expect(of_blocks, kName, "block", quantize::kBlocksText, block);
   expect(tensors.size() <= quantize::kMaxTensors, kName, "tensors", "at most three",
          tensors.size());
-  for (const QuantizeParams& params : tensors) check_tensor(kName, params);
+  for (const QuantizeParams& params : tensors) {
+    check_tensor(kName, params);
+    if (is_embedded(params)) check_embedding(kName, params);
+  }
   for (const int columns : {64, 128, 256}) {
-    quantize::Arguments args{};
-    int num_tensors = 0;
-    int64_t clusters = 0, rounds = INT_MAX;
-    for (const QuantizeParams& params : tensors) {
-      if (padded_columns(params.x.head_dim) != columns) continue;
-      const int64_t blocks = num_blocks(params.x, block);
-      args.num_blocks[num_tensors] = static_cast<uint32_t>(blocks);
-      args.tensor[num_tensors++] = kernel_tensor(params, block);
-      clusters += blocks;
-      rounds = std::min(rounds, blocks);
-    }
-    args.by_tensors = cutlass::FastDivmod(std::max(1, num_tensors));
-    args.rounds = static_cast<int>(rounds);
-    const auto kernel = for_columns(columns, [&](auto width) {
-      return dtype == ElementType::kBFloat16
-                 ? quantize::quantize_blocks<ElementType::kBFloat16, width>
-                 : quantize::quantize_blocks<ElementType::kFloat16, width>;
-    });
-    launch(kName, kernel, args, quantize::quantize_threads(columns), clusters,
-           block / quantize::kTileTokens, stream);
+    launch_columns(kName, tensors, dtype, block, columns, stream);
   }
 }
 

@@ -26,6 +26,21 @@ struct TokenTensor {
                               // clamped to the tensor
 };
 
+// What happens to a tensor before it is quantized; all null: nothing. Never of permuted data, whose
+// launch may have others with it. With it every 8 elements of a token's head start at a multiple of
+// 16 bytes, and the addresses here are such multiples. Rotated columns are the first 2 * half.
+struct EmbeddingParams {
+  const float* weight;     // (head_dim), of an RMSNorm; null: none
+  float eps;               // of the norm
+  const void *cos, *sin;   // (num_positions, half), dense; null: no rotation
+  bool tables_are_fp32;    // else the dtype of x
+  bool interleaved;        // pairs are columns (2i, 2i + 1); else (i, i + half)
+  int num_positions;       // a position outside gives NaN
+  int half;                // interleaved: a multiple of 4; else 32, 64 or 128
+  const void* positions;   // (batch, seqlen) or (total), dense; null: the place in the sequence
+  bool positions_are_i64;  // else int32
+};
+
 // A tensor to quantize.
 struct QuantizeParams {
   TokenTensor x;   // fastest if every 8 elements of a token's head start at a multiple of 16 bytes
@@ -40,6 +55,7 @@ struct QuantizeParams {
   uint8_t* data;  // of type `to`, 16-byte aligned; shape of x, dense, or permuted
   // (batch, num_heads, ceil(seqlen / block)); 2^-126 for blocks past the end of a sequence.
   float* descale;
+  EmbeddingParams embedding{};
 };
 
 struct SampleParams {

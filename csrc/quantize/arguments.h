@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "attention/rotary_angles.cuh"
 #include "attention/seqlen.cuh"
 
 namespace flashattn3::quantize {
@@ -50,6 +51,26 @@ struct Arguments {
   uint32_t num_blocks[kMaxTensors];
   cutlass::FastDivmod by_tensors;  // divides by the number of tensors
   int rounds;
+};
+
+// What happens to q and k between a projection and their quantization.
+struct Embedding {
+  const float* weight;  // (head_dim) of an RMSNorm (arXiv 1910.07467); null: none
+  float eps;            // added to the mean square
+  int half;             // of the rotated columns; 0: none is rotated
+  RotaryTables tables;
+  const void* positions;    // (batch, seqlen), varlen (total): rows of the tables; null: the place
+                            // of a token in its sequence
+  bool wide_positions;      // they are int64, else int32
+  int64_t positions_batch;  // stride; 0 with cu_seqlens
+};
+
+// A cluster takes the same block of kHeadsTogether neighbouring heads one after the other, which
+// share the angles, where that divides the tensor's heads; num_blocks counts clusters.
+constexpr int kHeadsTogether = 8;
+struct EmbeddedArguments : Arguments {
+  Embedding embedding[kMaxTensors];  // that of permuted V is not read
+  int heads_together[kMaxTensors];   // 1 to kHeadsTogether
 };
 
 struct SampleArguments {

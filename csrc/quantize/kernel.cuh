@@ -88,14 +88,11 @@ __device__ __forceinline__ float find_factor(const QuantizedTensor& tensor, cons
   return To::kLargest / amax;
 }
 
-// Quantizes the CTA's tile to rows of tokens.
-template <ElementType kType, int kColumns, class Values>
+// Quantizes values of the CTA's tile to rows of tokens.
+template <int kColumns, class Values>
 __device__ __forceinline__ void quantize_tokens(const QuantizedTensor& tensor, const WorkTile& tile,
+                                                Values& values,
                                                 LargestOfCluster<kColumns>& largest) {
-  LoadedVecs loaded;
-  load_tile<uint16_t, TokenPositions<kColumns>>(loaded, tensor.x, tile);
-  Values values(loaded, tensor, tile);
-  cluster_wait();  // every CTA does
   const auto narrow = [&](auto to) {
     using To = decltype(to);
     store_rows<To, kColumns>(tensor, tile, values, find_factor<To>(tensor, tile, values, largest));
@@ -107,15 +104,23 @@ __device__ __forceinline__ void quantize_tokens(const QuantizedTensor& tensor, c
   }
 }
 
-// Quantizes the CTA's tile to permuted V.
-template <ElementType kType, int kColumns>
-__device__ __forceinline__ void quantize_permuted(const QuantizedTensor& tensor,
+// Loads the CTA's tile and quantizes it to rows of tokens.
+template <ElementType kType, int kColumns, class Values>
+__device__ __forceinline__ void load_and_quantize(const QuantizedTensor& tensor,
                                                   const WorkTile& tile,
                                                   LargestOfCluster<kColumns>& largest) {
   LoadedVecs loaded;
-  load_tile<uint16_t, PermutedPositions>(loaded, tensor.x, tile);
-  LoadedValues<kType> values(loaded, tensor, tile);
+  load_tile<uint16_t, TokenPositions<kColumns>>(loaded, tensor.x, tile);
+  Values values(loaded, tensor, tile);
   cluster_wait();  // every CTA does
+  quantize_tokens<kColumns>(tensor, tile, values, largest);
+}
+
+// Quantizes values of the CTA's tile to permuted V.
+template <ElementType kType, int kColumns>
+__device__ __forceinline__ void quantize_permuted(const QuantizedTensor& tensor,
+                                                  const WorkTile& tile, LoadedValues<kType>& values,
+                                                  LargestOfCluster<kColumns>& largest) {
   const float factor = find_factor<Narrow<ElementType::kE4m3>>(tensor, tile, values, largest);
   uint32_t word[PermutedStage::kRows][kVec];
 #pragma unroll
@@ -146,8 +151,17 @@ __device__ __forceinline__ BlockOfTensor find_tensor(const Arguments& args, uint
   return of;
 }
 
-// CTAs per SM, limited by registers: 80 per thread.
-constexpr int quantize_ctas(int columns) { return 65536 / (80 * quantize_threads(columns)); }
+// CTAs per SM, limited by registers per thread.
+constexpr int quantize_ctas(int columns, int registers = 80) {
+  return 65536 / (registers * quantize_threads(columns));
+}
+
+template <class Maximum, int kCount>
+__device__ __forceinline__ void init_maxima(Maximum (&largest)[kCount]) {
+  if (threadIdx.x != 0) return;
+  for (Maximum& maximum : largest) maximum.init();
+  fence_barrier_init();
+}
 
 // Grid: for each tensor heads * blocks * batch clusters of block / 64 CTAs.
 template <ElementType kType, int kColumns>
@@ -165,17 +179,18 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
   }
   tile.first += cluster_rank() * kTileTokens;
 
-  if (threadIdx.x == 0) {
-    for (auto& maximum : largest) maximum.init();
-    fence_barrier_init();
-  }
+  init_maxima(largest);
   cluster_arrive();  // by every thread: this CTA's barriers are ready for the others' values
   if (tensor.to == Narrowed::kE4m3Permuted) {
-    quantize_permuted<kType, kColumns>(tensor, tile, largest);
+    LoadedVecs loaded;
+    load_tile<uint16_t, PermutedPositions>(loaded, tensor.x, tile);
+    LoadedValues<kType> values(loaded, tensor, tile);
+    cluster_wait();  // every CTA does
+    quantize_permuted<kType, kColumns>(tensor, tile, values, largest);
   } else if (tensor.signs != nullptr || tensor.mean != nullptr) {
-    quantize_tokens<kType, kColumns, FloatValues<kType, kColumns>>(tensor, tile, largest);
+    load_and_quantize<kType, kColumns, FloatValues<kType, kColumns>>(tensor, tile, largest);
   } else {
-    quantize_tokens<kType, kColumns, LoadedValues<kType>>(tensor, tile, largest);
+    load_and_quantize<kType, kColumns, LoadedValues<kType>>(tensor, tile, largest);
   }
 }
 

@@ -97,14 +97,7 @@ struct FloatValues {
   __device__ FloatValues(const LoadedVecs& loaded, const QuantizedTensor& tensor,
                          const WorkTile& tile) {
     apply_signs(loaded, tensor, tile);
-    if (tensor.signs == nullptr) return;
-    // With kColumns > 64, head_dim is always kColumns here.
-    transform(kColumns > 64 ? kColumns : tensor.x.head_dim);
-#pragma unroll
-    for (int u = 0; u < kVecsOfThread; ++u) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) x[u][i] *= tensor.rotation_scale;
-    }
+    transform(tensor);
   }
 
   template <bool kNan>
@@ -132,16 +125,18 @@ struct FloatValues {
 
   __device__ float operator()(int u, int i) const { return x[u][i]; }
 
- private:
+ protected:
   using Positions = TokenPositions<kColumns>;
+  using Flips = uint4[kColumns / kVec];
+  using Means = float4[kColumns / 4];
 
-  // The signs, as XOR masks of 16-bit elements, and the mean times the signs go through shared
-  // memory: loads from device memory would make every vector of a token wait separately.
-  __device__ __forceinline__ void apply_signs(const LoadedVecs& loaded,
-                                              const QuantizedTensor& tensor, const WorkTile& tile) {
+  __device__ FloatValues() {}
+
+  // Stores the signs, as XOR masks of 16-bit elements, and the mean times the signs.
+  __device__ __forceinline__ static void stage_columns(const QuantizedTensor& tensor,
+                                                       const WorkTile& tile, Flips& flips,
+                                                       Means& means) {
     static_assert(quantize_threads(kColumns) == kColumns, "a thread for each column");
-    __shared__ uint4 flips[kColumns / kVec];
-    __shared__ float4 means[kColumns / 4];
     // Columns past head_dim are 0 and enter no sum with others: their signs do not matter, and
     // their mean is 0.
     const int own = threadIdx.x, column = min(own, tensor.x.head_dim - 1);
@@ -152,6 +147,15 @@ struct FloatValues {
       const float mean = tensor.mean[head * tensor.x.head_dim + column];
       reinterpret_cast<float*>(means)[own] = own == column ? sign * mean : 0.f;
     }
+  }
+
+  // Through shared memory: loads from device memory would make every vector of a token wait
+  // separately.
+  __device__ __forceinline__ void apply_signs(const LoadedVecs& loaded,
+                                              const QuantizedTensor& tensor, const WorkTile& tile) {
+    __shared__ Flips flips;
+    __shared__ Means means;
+    stage_columns(tensor, tile, flips, means);
     __syncthreads();
 #pragma unroll
     for (int part = 0; part < Positions::kVecsOfToken; ++part) {
@@ -171,7 +175,18 @@ struct FloatValues {
     if (tensor.mean != nullptr) subtract(means);
   }
 
-  __device__ __forceinline__ void subtract(const float4 (&means)[kColumns / 4]) {
+  __device__ __forceinline__ void transform(const QuantizedTensor& tensor) {
+    if (tensor.signs == nullptr) return;
+    // With kColumns > 64, head_dim is always kColumns here.
+    transform(kColumns > 64 ? kColumns : tensor.x.head_dim);
+#pragma unroll
+    for (int u = 0; u < kVecsOfThread; ++u) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) x[u][i] *= tensor.rotation_scale;
+    }
+  }
+
+  __device__ __forceinline__ void subtract(const Means& means) {
 #pragma unroll
     for (int part = 0; part < Positions::kVecsOfToken; ++part) {
 #pragma unroll
@@ -188,6 +203,7 @@ struct FloatValues {
     }
   }
 
+ private:
   __device__ static void sum_and_difference(float& even, float& odd) {
     const float sum = even + odd;
     odd = even - odd;

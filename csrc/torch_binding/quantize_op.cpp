@@ -1,6 +1,6 @@
-// flashattn3_hopper::quantize, quantize_qkv, sample_mean and permute_v: fill QuantizeParams,
-// SampleParams and PermuteParams from tensors and launch on torch's current stream. The notes in
-// forward_op.cpp apply; the caller, flashattn3/quantization, has checked the options.
+// flashattn3_hopper::quantize, quantize_qkv, rotate_and_quantize, sample_mean and permute_v: fill
+// QuantizeParams, SampleParams and PermuteParams from tensors and launch on torch's current stream.
+// The notes in forward_op.cpp apply; the caller, flashattn3/quantization, has checked the options.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -79,6 +79,7 @@ struct Form {
   std::optional<Tensor> signs;  // fp32 (head_dim): rotate
   bool permuted;
   bool int8;
+  EmbeddingParams embedding{};
 };
 
 // Parameters and results of one tensor: data, and descale, fp32 (batch, heads, blocks).
@@ -112,7 +113,8 @@ Quantized quantized(const char* function, const Tensor& x, const std::optional<T
                                 "fp32 (batch, heads, head dim)"),
                  .signs = floats(function, "signs", form.signs, rows.head_dim, "fp32 (head dim,)"),
                  .data = static_cast<uint8_t*>(data.data_ptr()),
-                 .descale = static_cast<float*>(descale.data_ptr())},
+                 .descale = static_cast<float*>(descale.data_ptr()),
+                 .embedding = form.embedding},
       .dtype = dtype,
       .data = data,
       .descale = descale};
@@ -154,6 +156,71 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_qkv(
   return {all[0].data, all[0].descale, all[1].data, all[1].descale, all[2].data, all[2].descale};
 }
 
+// The rotation of q and k: cos and sin (positions, half), dense, fp32 or the dtype of x; positions
+// (batch, seqlen) or (total,), dense, int32 or int64.
+EmbeddingParams rotation(const char* function, const Tensor& x, const std::optional<Tensor>& cos,
+                         const std::optional<Tensor>& sin, const std::optional<Tensor>& positions,
+                         bool interleaved, double eps) {
+  EmbeddingParams params{.eps = static_cast<float>(eps)};
+  if (!cos) return params;
+  params.tables_are_fp32 = dtype_of(*cos) == aoti_torch_dtype_float32();
+  expect(params.tables_are_fp32 || dtype_of(*cos) == dtype_of(x), function, "rotary_cos.dtype",
+         "fp32 or that of q", "another");
+  expect(sin.has_value() && sin->numel() == cos->numel() && dtype_of(*sin) == dtype_of(*cos),
+         function, "rotary_sin", "like rotary_cos", "another");
+  params.cos = cos->data_ptr();
+  params.sin = sin->data_ptr();
+  params.interleaved = interleaved;
+  params.num_positions = to_int(function, "the number of positions", cos->size(0));
+  params.half = to_int(function, "half", cos->size(1));
+  if (positions) {
+    params.positions = positions->data_ptr();
+    params.positions_are_i64 = dtype_of(*positions) == aoti_torch_dtype_int64();
+    expect(params.positions_are_i64 || dtype_of(*positions) == aoti_torch_dtype_int32(), function,
+           "positions.dtype", "int32 or int64", "another");
+    expect(positions->numel() * x.size(x.dim() - 1) * x.size(x.dim() - 2) == x.numel(), function,
+           "positions", "one for each token", "another number");
+  }
+  return params;
+}
+
+// quantize_qkv of q and k that are normalized, with fp32 weights (head_dim,), and rotated before; q
+// alone without k, where what is of k and v has no elements.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> rotate_and_quantize(
+    Tensor q, std::optional<Tensor> k, std::optional<Tensor> v, std::optional<Tensor> k_mean,
+    std::optional<Tensor> signs, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm,
+    std::optional<Tensor> cos, std::optional<Tensor> sin, std::optional<Tensor> positions,
+    std::optional<Tensor> cu_seqlens, bool interleaved, double eps, int64_t block,
+    int64_t max_seqlen, bool int8) {
+  constexpr char kName[] = "rotate_and_quantize";
+  constexpr char kWeights[] = "fp32 (head dim,)";
+  const int device = q.get_device_index();
+  const DeviceGuard guard(device);
+  Form of_q{.mean = std::nullopt, .signs = signs, .permuted = false, .int8 = int8};
+  of_q.embedding = rotation(kName, q, cos, sin, positions, interleaved, eps);
+  Form of_k = of_q;
+  of_k.mean = k_mean;
+  const int64_t head_dim = q.size(q.dim() - 1);
+  of_q.embedding.weight = floats(kName, "q_norm", q_norm, head_dim, kWeights);
+  of_k.embedding.weight = floats(kName, "k_norm", k_norm, head_dim, kWeights);
+  const Form of_v{.mean = std::nullopt, .signs = std::nullopt, .permuted = true, .int8 = false};
+  const Quantized first = quantized(kName, q, cu_seqlens, max_seqlen, block, of_q);
+  const int number = static_cast<int>(block);
+  if (!k) {
+    launch_quantize({&first.params, 1}, first.dtype, number, current_stream(device));
+    const Tensor none = new_tensor<1>({0}, aoti_torch_dtype_float32(), device);
+    return {first.data, first.descale, none, none, none, none};
+  }
+  expect(v.has_value(), kName, "v", "given with k", "None");
+  const Quantized second = quantized(kName, *k, cu_seqlens, max_seqlen, block, of_k);
+  const Quantized third = quantized(kName, *v, cu_seqlens, max_seqlen, block, of_v);
+  expect(second.dtype == first.dtype && third.dtype == first.dtype, kName,
+         "the dtypes of q, k and v", "equal", "two dtypes");
+  const QuantizeParams params[] = {first.params, second.params, third.params};
+  launch_quantize(params, first.dtype, number, current_stream(device));
+  return {first.data, first.descale, second.data, second.descale, third.data, third.descale};
+}
+
 // Estimates the mean of each sequence of x (fp16 or bf16). Result: fp32 (batch, heads, head_dim).
 std::tuple<Tensor> sample_mean_of(Tensor x, std::optional<Tensor> cu_seqlens, int64_t max_seqlen) {
   constexpr char kName[] = "sample_mean";
@@ -192,6 +259,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int block, int max_seqlen_q, "
       "int max_seqlen_k, bool int8) -> "
       "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)");
+  library.def(
+      "rotate_and_quantize(Tensor q, Tensor? k, Tensor? v, Tensor? k_mean, Tensor? signs, "
+      "Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor? positions, "
+      "Tensor? cu_seqlens, bool interleaved, float eps, int block, int max_seqlen, bool int8) -> "
+      "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)");
   library.def("sample_mean(Tensor x, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
   library.def("permute_v(Tensor v, Tensor? cu_seqlens, int max_seqlen) -> Tensor");
 }
@@ -199,6 +271,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("quantize", boxed<quantize_one>);
   library.impl("quantize_qkv", boxed<quantize_qkv>);
+  library.impl("rotate_and_quantize", boxed<rotate_and_quantize>);
   library.impl("sample_mean", boxed<sample_mean_of>);
   library.impl("permute_v", boxed<to_permuted_v>);
 }

@@ -13,6 +13,7 @@ from . import permuted_v
 from .token_positions import TokenPositions, of_sequences, of_tokens, token_positions
 
 LAYOUTS = ("rows", "permuted")
+_TENSORS = ("data", "descale", "cu_seqlens", "mean", "gradient")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,9 @@ class BlockScaled:
     shape: shape of the tensor in layout "rows"; required with layout "permuted".
     mean: for k, float32 (batch, heads, head_dim), the vector subtracted from every token of a
         sequence before rotation and quantization; None: no subtraction.
+    gradient: where attention leaves the gradient of the values, at the values that are stored: a
+        tensor of this shape that requires one, of any strides, whose numbers are not read. None: a
+        constant.
 
     Raises: TypeError, ValueError.
     """
@@ -45,10 +49,11 @@ class BlockScaled:
     layout: str = "rows"
     shape: torch.Size = field(default=None)  # default data.shape: never None after __init__
     mean: Tensor | None = None
+    gradient: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("data", "descale", "cu_seqlens", "mean"):
-            x, optional = getattr(self, name), name in ("cu_seqlens", "mean")
+        for name in _TENSORS:
+            x, optional = getattr(self, name), name not in ("data", "descale")
             if not (isinstance(x, Tensor) or (optional and x is None)):
                 raise type_error("BlockScaled", name, "a torch.Tensor", shown(x))
         if self.layout not in LAYOUTS:
@@ -57,6 +62,9 @@ class BlockScaled:
         if shape is None:
             raise value_error("BlockScaled", "shape", "given with layout 'permuted'", None)
         object.__setattr__(self, "shape", torch.Size(shape))
+        if self.gradient is not None and self.gradient.shape != self.shape:
+            found = tuple(self.gradient.shape)
+            raise value_error("BlockScaled", "gradient.shape", tuple(self.shape), found)
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +81,7 @@ class BlockScaled:
             raise type_error("BlockScaled.to", "device", "a torch.device", shown(device))
         moved = {
             name: x.to(device, non_blocking=non_blocking)
-            for name in ("data", "descale", "cu_seqlens", "mean")
+            for name in _TENSORS
             if (x := getattr(self, name)) is not None
         }
         here = all(x is getattr(self, name) for name, x in moved.items())
@@ -106,6 +114,33 @@ class BlockScaled:
             return self
         rows = permuted_v.unpermute_v(self.data, self.shape, self.cu_seqlens)
         return replace(self, data=rows, layout="rows")
+
+
+def of_own_tensors(
+    data: Tensor,
+    descale: Tensor,
+    block: int,
+    hadamard: bool,
+    cu_seqlens: Tensor | None,
+    layout: str,
+    shape: torch.Size,
+    mean: Tensor | None,
+    gradient: Tensor | None,
+) -> BlockScaled:
+    """A BlockScaled of tensors that this package has made: its checks take longer than a launch."""
+    made = object.__new__(BlockScaled)
+    vars(made).update(
+        data=data,
+        descale=descale,
+        block=block,
+        hadamard=hadamard,
+        cu_seqlens=cu_seqlens,
+        layout=layout,
+        shape=shape,
+        mean=mean,
+        gradient=gradient,
+    )
+    return made
 
 
 def lse_with_mean(lse: Tensor, q: BlockScaled, k_mean: Tensor, softmax_scale: float) -> Tensor:

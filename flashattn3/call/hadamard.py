@@ -6,6 +6,7 @@ This is incoherent processing (QuIP, arXiv 2307.13304; FlashAttention-3, arXiv 2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -21,16 +22,22 @@ def signs(head_dim: int, device: torch.device) -> Tensor:
     which it must not be used.
     """
     head_dim = len(range(head_dim))  # a plain number where torch.compile traces a symbolic one
+    return _kept_or_made(_made_signs, head_dim, device)
+
+
+def _kept_or_made(make: Callable, *of: object) -> Tensor:
+    """make(head_dim, device, ...), which is computed once."""
+    device = of[1]
     if is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return _made_signs(head_dim, device)
-    return _kept_signs(head_dim, device)
+        return make(*of)
+    return _kept(make, *of)
 
 
 @cache
-def _kept_signs(head_dim: int, device: torch.device) -> Tensor:
+def _kept(make: Callable, *of: object) -> Tensor:
     with torch.inference_mode(False):  # the tensor outlives the caller's mode
-        made = _made_signs(head_dim, device)
-    if device.type == "cuda":  # other streams will read it
+        made = make(*of)
+    if (device := of[1]).type == "cuda":  # other streams will read it
         torch.cuda.current_stream(device).synchronize()
     return made
 
@@ -58,6 +65,19 @@ def rotate(x: Tensor, mean: Tensor | None = None) -> Tensor:
 def rotate_back(x: Tensor) -> Tensor:
     """The inverse of rotate."""
     return _transform(_wide(x)) * signs(x.shape[-1], x.device)
+
+
+def rotate_rows_back(x: Tensor) -> Tensor:
+    """rotate_back in x's dtype, which tensor cores multiply by a matrix of ±1: one rounding of each
+    result, as of a sum of so many products."""
+    head_dim = x.shape[-1]
+    matrix = _kept_or_made(_made_matrix, head_dim, x.device, x.dtype)
+    rows = x.reshape(-1, head_dim)
+    return torch.addmm(rows.new_zeros(1), rows, matrix, beta=0, alpha=head_dim**-0.5).view(x.shape)
+
+
+def _made_matrix(head_dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return rotate_back(torch.eye(head_dim, device=device)).sign().to(dtype)
 
 
 def is_rotatable(head_dim: int) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..backends.reference.rotary import rotated
 from ..call.token_positions import token_positions
+from . import smoothing
 
 
 class Embedding(NamedTuple):
@@ -29,13 +30,24 @@ class Embedding(NamedTuple):
     eps: float
 
 
+class Lengths(NamedTuple):
+    """Of a varlen batch; all None: dense."""
+
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+
+
 def embedded(
-    x: Tensor, weight: Tensor | None, embedding: Embedding, cu_seqlens: Tensor | None
+    x: Tensor,
+    weight: Tensor | None,
+    embedding: Embedding,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """q or k in float32, normalized and rotated, in torch operations."""
-    x = x.float()
+    """q or k, normalized and rotated in torch operations in the dtype."""
+    x = x.to(dtype)
     if weight is not None:
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + embedding.eps) * weight.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + embedding.eps) * weight.to(dtype)
     if embedding.cos is None:
         return x
     position = embedding.positions
@@ -44,3 +56,17 @@ def embedded(
         position = position.expand(x.shape[:-2])
     rows, tables = x.flatten(0, -3), (embedding.cos, embedding.sin)
     return rotated(rows, *tables, position.flatten().long(), embedding.interleaved).view(x.shape)
+
+
+def mean_of_embedded(
+    k: Tensor, embedding: Embedding, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Tensor:
+    """smoothing.sample_mean of the normalized and rotated k, of which the sample alone is made."""
+    if k.numel() == 0:
+        return smoothing.sample_mean(k, cu_seqlens, max_seqlen)
+    sample = smoothing.sample_of(k, cu_seqlens, max_seqlen)
+    positions, rows = sample.position, smoothing.rows_of(k, sample)
+    if embedding.positions is not None:
+        positions = smoothing.rows_of(embedding.positions, sample)
+    embedding = embedding._replace(positions=positions.expand(rows.shape[:2]))
+    return smoothing.mean_of(embedded(rows, embedding.k_norm, embedding, None), sample)

@@ -1,9 +1,7 @@
-"""Selects the implementation that normalizes, rotates and quantizes q, k and v: one Triton launch,
-or torch operations and then a quantization of each."""
+"""Selects the implementation that normalizes, rotates and quantizes q, k and v: one launch of the
+Hopper library or of Triton, or torch operations and then a quantization of each."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +9,10 @@ from torch import Tensor
 from ..backends.device import describe_device
 from ..call import permuted_v
 from ..call.dtypes import FP8
-from . import dispatch
-from .embedding import Embedding, embedded
+from . import dispatch, hopper_launch
+from .embedding import Embedding, Lengths, embedded, mean_of_embedded
 
 MAX_TILE_BELOW_90 = 128 * 128
-
-
-class Lengths(NamedTuple):
-    """Of a varlen batch; all None: dense."""
-
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int | None = None
 
 
 Sides = tuple[Tensor, Tensor | None, Tensor | None]
@@ -42,6 +33,17 @@ def rotate_and_quantize(
     found = (_opaque if dispatch.is_opaque(q) else _run)(*given)
     data = found[:6] if k is not None else (*found[:2], *(None,) * 4)
     return *data, found[6] if smooth_k else None
+
+
+def rotated(
+    x: Tensor, embedding: Embedding, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Tensor:
+    """x rotated, without a norm, in its dtype. Rows of no sequence are anything."""
+    if dispatch.is_opaque(x) or not dispatch.on_triton(x):
+        return embedded(x, None, embedding, cu_seqlens).to(x.dtype)
+    from . import embedding_launch  # imports Triton
+
+    return embedding_launch.rotated(x, embedding, cu_seqlens, max_seqlen)
 
 
 def _run(
@@ -65,25 +67,26 @@ def _run(
     """Data and descale of q, k and v, and k's mean; what is not asked for has no elements."""
     embedding = Embedding(q_norm, k_norm, cos, sin, positions, interleaved, eps)
     nothing = q.new_empty(0, dtype=torch.float32)
-    mean = wide_k = None
+    mean = None
     if smooth_k:  # the sample is of rotated keys
-        wide_k = embedded(k, k_norm, embedding, cu_seqlens)
-        mean = dispatch.sample_mean(wide_k, cu_seqlens, max_seqlen)
+        mean = mean_of_embedded(k, embedding, cu_seqlens, max_seqlen)
     of_mean = nothing if mean is None else mean
     widest = q if k is None or q.shape[-1] >= v.shape[-1] else v
+    how = cu_seqlens, max_seqlen, block, hadamard, qk_dtype, mean
+    if hopper_launch.runs(q, k, v, embedding):
+        return [*hopper_launch.rotate_and_quantize(q, k, v, embedding, *how), of_mean]
     if dispatch.on_triton(widest) and _fits_on_chip(widest, block):
         from .embedding_launch import rotate_and_quantize as launch  # imports Triton
 
-        layout = "rows" if k is None else dispatch.layout_of_v(v)
-        how = cu_seqlens, max_seqlen, block, hadamard, qk_dtype, mean, layout == "permuted"
-        return [*launch(q, k, v, embedding, *how), of_mean]
+        permuted = k is not None and dispatch.layout_of_v(v) == "permuted"
+        return [*launch(q, k, v, embedding, *how, permuted), of_mean]
     how = block, hadamard, cu_seqlens, max_seqlen
     found = [
         *dispatch.quantize(embedded(q, q_norm, embedding, cu_seqlens), *how, "rows", qk_dtype, None)
     ]
     if k is None:
         return [*found, *(nothing,) * 5]
-    wide_k = embedded(k, k_norm, embedding, cu_seqlens) if wide_k is None else wide_k
+    wide_k = embedded(k, k_norm, embedding, cu_seqlens)
     found += dispatch.quantize(wide_k, *how, "rows", qk_dtype, mean)
     of_v = block, False, cu_seqlens, max_seqlen, dispatch.layout_of_v(v), FP8, None
     return [*found, *dispatch.quantize(v, *of_v), of_mean]

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..backends.triton.kernels.rotate_quantize import rotate_quantize_block
+from ..backends.triton.kernels.rotate_quantize import rotate_block, rotate_quantize_block
 from ..call import permuted_v
 from ..call.dtypes import FP8, INT8
 from ..call.hadamard import signs
@@ -87,3 +87,40 @@ def rotate_and_quantize(
     return [
         y for x, of, kind in zip(data, descales, kinds, strict=True) for y in (x.view(kind), of)
     ]
+
+
+ELEMENTS_OF_ROTATION = 4096  # of a program of rotate_block
+
+
+def rotated(
+    x: Tensor, embedding: Embedding, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Tensor:
+    """x rotated, without a norm, in its dtype; 0 in rows of no sequence."""
+    varlen = cu_seqlens is not None
+    batch, seqlen = (cu_seqlens.numel() - 1, max_seqlen) if varlen else x.shape[:2]
+    heads, head_dim = x.shape[-2:]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = (torch.zeros if varlen else torch.empty)(x.shape, dtype=x.dtype, device=x.device)
+    block_d = 1 << (head_dim - 1).bit_length()
+    block = max(16, ELEMENTS_OF_ROTATION // block_d)
+    num_blocks = -(-seqlen // block)
+    cos, sin, positions = (
+        t if t is None else t.contiguous()
+        for t in (embedding.cos, embedding.sin, embedding.positions)
+    )
+    if out.numel() and batch * num_blocks:
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            rotate_block[(batch * num_blocks * heads,)](
+                *(x, out, cos, sin, positions),
+                None if cu_seqlens is None else cu_seqlens.contiguous(),
+                *((0, *x.stride()[:2]) if varlen else x.stride()[:3]),
+                *(cos.shape[1], cos.shape[0], heads, num_blocks, seqlen, x.shape[-3]),
+                BLOCK_T=block,
+                HEAD_DIM=head_dim,
+                BLOCK_D=block_d,
+                HALF=cos.shape[1],
+                INTERLEAVED=embedding.interleaved,
+                VARLEN=varlen,
+                enable_fp_fusion=False,  # each operation is rounded, as in torch
+            )
+    return out

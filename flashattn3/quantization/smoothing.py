@@ -6,6 +6,8 @@ arXiv 2410.02367).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,15 +23,41 @@ def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) ->
 
     Each operation is rounded once and sums have a fixed order, so every device gives the same bits.
     """
-    varlen = cu_seqlens is not None
-    batch = cu_seqlens.numel() - 1 if varlen else x.shape[0]
     if x.numel() == 0:
+        batch = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         return x.new_zeros((batch, *x.shape[-2:]), dtype=torch.float32)
+    sample = sample_of(x, cu_seqlens, max_seqlen)
+    return mean_of(rows_of(x, sample), sample)
+
+
+class Sample(NamedTuple):
+    """The tokens of a sample: their places in their sequences and their rows in a tensor, int64
+    (batch, SAMPLE), dense (1, SAMPLE). length: of the sequences, (batch, 1) or (1, 1)."""
+
+    position: Tensor
+    row: Tensor
+    length: Tensor
+    varlen: bool
+
+
+def sample_of(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Sample:
+    """Of tensors with x's rows; arguments as those of sample_mean."""
     start, length = _sequences(x, cu_seqlens, max_seqlen)
     slot = torch.arange(SAMPLE, device=x.device)
-    token = torch.where(length <= SAMPLE, slot, slot * length // SAMPLE)
-    token = (start + token).clamp(max=x.shape[-3] - 1)
-    values = (x[token] if varlen else x[:, token[0]]).float()
+    position = torch.where(length <= SAMPLE, slot, slot * length // SAMPLE)
+    row = (start + position).clamp(max=x.shape[-3] - 1)
+    return Sample(position, row, length, cu_seqlens is not None)
+
+
+def rows_of(x: Tensor, sample: Sample) -> Tensor:
+    """(batch, SAMPLE, ·) of x (batch, seqlen, ·) or (total, ·)."""
+    return x[sample.row] if sample.varlen else x[:, sample.row[0]]
+
+
+def mean_of(rows: Tensor, sample: Sample) -> Tensor:
+    """sample_mean of the sample's rows."""
+    values, length = rows.float(), sample.length
+    slot = torch.arange(SAMPLE, device=rows.device)
     values = values.where(values.isfinite() & (slot < length)[..., None, None], 0.0)
     total, squares = _tree_sum(values), _tree_sum(values * values)
     # The divisor is a tensor, not a number: see torch_operations.scales.

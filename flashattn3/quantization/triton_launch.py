@@ -148,5 +148,6 @@ def dequantize(
             STAGES=head_dim.bit_length() - 1,
             PERMUTED_COLUMNS=data.shape[-2] if permuted else 0,
             num_warps=num_warps,
+            enable_fp_fusion=False,  # each operation is rounded, as in torch
         )
     return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import expect_strided
+from ..call.block_scaled import BlockScaled
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
@@ -79,6 +80,9 @@ def _checked(
         lengths = {"max_seqlen_q": options.max_seqlen_q, "max_seqlen_k": options.max_seqlen_k}
         for name, value in {"cu_seqlens_k": tensors.cu_seqlens_k, **lengths}.items():
             expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
+    for name, x in zip("qkv", tensors[:3], strict=True):
+        if isinstance(x, BlockScaled) and x.gradient is not None:
+            _refuse_gradients(function, **{name: x.gradient})
     tensors = normalised(function, tensors, descales)
     check_tensor_types(function, tensors, varlen)
     passed = dict(zip("qkv", map(data_of, tensors[:3]), strict=True))

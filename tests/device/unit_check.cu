@@ -15,6 +15,7 @@
 #include "unit/attention/descale_test.cuh"
 #include "unit/attention/largest_score_test.cuh"
 #include "unit/attention/mask_lists_test.cuh"
+#include "unit/attention/rotary_angles_test.cuh"
 #include "unit/attention/row_stats_test.cuh"
 #include "unit/attention/seqlen_test.cuh"
 #include "unit/attention/sinks_test.cuh"

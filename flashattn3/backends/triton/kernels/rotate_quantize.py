@@ -264,3 +264,50 @@ def rotate_quantize_block(
                 tl.store(k_descale + place, SMALLEST_DESCALE)
             else:
                 tl.store(v_descale + place, SMALLEST_DESCALE)
+
+
+@triton.jit
+def rotate_block(
+    x_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    cu_seqlens,
+    stride_b,
+    stride_s,
+    stride_h,
+    table_stride,
+    num_positions,
+    num_heads,
+    num_blocks,
+    seqlen,
+    total,
+    BLOCK_T: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """out (b, s, h, d), dense: x of any strides, rotated. Grid: h * blocks * b."""
+    pid = tl.program_id(0)
+    head = pid % num_heads
+    block = pid // num_heads % num_blocks
+    batch = (pid // num_heads // num_blocks).to(tl.int64)
+    start, length = sequence(cu_seqlens, None, batch, seqlen, total, VARLEN, False)
+    tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_D)
+    row = (0 if VARLEN else batch * seqlen) + start
+    position = tokens
+    if positions_ptr is not None:
+        position = tl.load(positions_ptr + row + tokens, mask=tokens < length, other=0)
+    source = x_ptr + batch * stride_b + head * stride_h + start * stride_s
+    x = load_embedded(
+        source, stride_s, tokens, length, columns, None, cos_ptr, sin_ptr, position,
+        table_stride, num_positions, 0.0, HEAD_DIM, BLOCK_D, HALF, INTERLEAVED,
+    )  # fmt: skip
+    target = out_ptr + row * num_heads * HEAD_DIM + head * HEAD_DIM
+    target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
+    mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(target, x.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,137 @@
+"""The checks of rotate_and_quantize: of metadata, and of the values that value_checks.py checks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.arguments import boolean, expect_strided, integer, real
+from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype
+from ..call.hadamard import is_rotatable
+from ..call.quantization_limits import BLOCKS
+from ..call.value_checks import is_checked
+from ..errors import expect, shown, type_error
+from ..modes import is_traced
+from .embedding import Embedding
+from .lengths import checked_lengths
+
+FUNCTION = "rotate_and_quantize"
+
+
+class Checked(NamedTuple):
+    """The options of a call, converted. heads: of q, k and v, where they are one tensor. longest:
+    sequence of a varlen batch. on_hopper: whether a launch of the Hopper library is all."""
+
+    heads: tuple[int, int, int] | None
+    interleaved: bool
+    eps: float
+    longest: int | None
+    block: int
+    hadamard: bool
+    qk_dtype: torch.dtype
+    smooth_k: bool
+    on_hopper: bool
+
+
+def checked(tensors: tuple, options: tuple) -> Checked:
+    """tensors: q, k, v, rotary_cos, rotary_sin, positions, q_norm, k_norm, cu_seqlens. options:
+    those of the function, in the order of its signature without them."""
+    q, k, v, cos, sin, positions, q_norm, k_norm, cu_seqlens = tensors
+    num_heads_q, interleaved, eps, max_seqlen, block, hadamard, qk_dtype, smooth_k = options
+    packed = num_heads_q is not None
+    q, k, v = _sides(q, k, v, num_heads_q)
+    block, eps = integer(FUNCTION, "block", block), real(FUNCTION, "norm_eps", eps)
+    hadamard = boolean(FUNCTION, "hadamard", hadamard)
+    smooth_k = boolean(FUNCTION, "smooth_k", smooth_k)
+    interleaved = boolean(FUNCTION, "rotary_interleaved", interleaved)
+    if qk_dtype is None:
+        qk_dtype = best_qk_dtype(q.shape[-1], hadamard)
+    expect(qk_dtype in EIGHT_BIT, FUNCTION, "qk_dtype", f"one of {(None, *EIGHT_BIT)}", qk_dtype)
+    expect(block in BLOCKS, FUNCTION, "block", f"one of {BLOCKS}", block)
+    fits = not hadamard or is_rotatable(q.shape[-1])
+    expect(fits, FUNCTION, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
+    expect(not (smooth_k and k is None), FUNCTION, "smooth_k", "False without k", smooth_k)
+    expect(k_norm is None or k is not None, FUNCTION, "k_norm", "None without k", "a tensor")
+    longest = checked_lengths(FUNCTION, "q", q, cu_seqlens, max_seqlen)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            _expect_tensor(name, weight, q, (q.shape[-1],))
+    _check_rotary(q, cos, sin, positions, cu_seqlens, longest)
+    heads = tuple(x.shape[-2] for x in (q, k, v)) if packed else None
+    embedding = Embedding(q_norm, k_norm, cos, sin, positions, interleaved, eps)
+    from . import hopper_launch  # it imports the backends, which import this package
+
+    on_hopper = not (smooth_k or is_traced()) and hopper_launch.runs(q, k, v, embedding)
+    found = interleaved, eps, longest, block, hadamard, qk_dtype, smooth_k
+    return Checked(heads, *found, on_hopper)
+
+
+def _sides(q, k, v, num_heads_q) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q, k and v, checked, and taken apart where they are one tensor."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) and (name == "q" or x is not None):
+            raise type_error(FUNCTION, name, "a torch.Tensor", shown(x))
+        if x is not None:
+            expect_strided(FUNCTION, name, x)
+            expect(x.ndim >= 3, FUNCTION, f"{name}.ndim", "3 or 4", x.ndim)
+    if q.dtype not in SIXTEEN_BIT:
+        raise type_error(FUNCTION, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
+    if num_heads_q is not None:
+        expect(k is v is None, FUNCTION, "num_heads_q", "None with k and v", num_heads_q)
+        heads, rest = integer(FUNCTION, "num_heads_q", num_heads_q), q.shape[-2]
+        fits = 0 < heads < rest and (rest - heads) % 2 == 0
+        wanted = f"such that an even number of {rest} heads is left for k and v"
+        expect(fits, FUNCTION, "num_heads_q", wanted, heads)
+        q, k, v = q.split((heads, (rest - heads) // 2, (rest - heads) // 2), -2)
+    if (k is None) != (v is None):
+        raise type_error(FUNCTION, "v" if v is None else "k", "given with the other", None)
+    if k is not None:
+        heads, rows = k.shape[-2], tuple(q.shape[:-2])
+        _expect_tensor("k", k, q, (*rows, heads, q.shape[-1]), (q.dtype,))
+        _expect_tensor("v", v, q, (*rows, heads, v.shape[-1]), (q.dtype,))
+        divides = heads > 0 and q.shape[-2] % heads == 0
+        expect(divides, FUNCTION, "k.shape[-2]", f"a divisor of {q.shape[-2]}", heads)
+    expect(q.shape[-1] >= 1, FUNCTION, "q.shape[-1]", "at least 1", q.shape[-1])
+    return q, k, v
+
+
+def _expect_tensor(
+    name: str,
+    x: object,
+    q: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *SIXTEEN_BIT),
+) -> None:
+    if not isinstance(x, Tensor):
+        raise type_error(FUNCTION, name, "a torch.Tensor", shown(x))
+    if x.dtype not in dtypes:
+        raise type_error(FUNCTION, f"{name}.dtype", f"one of {dtypes}", x.dtype)
+    expect(tuple(x.shape) == shape, FUNCTION, f"{name}.shape", shape, tuple(x.shape))
+    expect(x.device == q.device, FUNCTION, f"{name}.device", f"{q.device} as q's", x.device)
+
+
+def _check_rotary(q, cos, sin, positions, cu_seqlens, longest: int | None) -> None:
+    if (cos is None) != (sin is None):
+        name = "rotary_sin" if sin is None else "rotary_cos"
+        raise type_error(FUNCTION, name, "given with the other", None)
+    if cos is None:
+        expect(positions is None, FUNCTION, "positions", "None without rotary_cos", "a tensor")
+        return
+    shape = tuple(cos.shape) if isinstance(cos, Tensor) and cos.ndim == 2 else (0, 0)
+    _expect_tensor("rotary_cos", cos, q, shape)
+    _expect_tensor("rotary_sin", sin, q, shape, (cos.dtype,))
+    half, most = shape[1], q.shape[-1] // 2
+    expect(1 <= half <= most, FUNCTION, "rotary_cos.shape[1]", f"between 1 and {most}", half)
+    if positions is not None:
+        _expect_tensor("positions", positions, q, q.shape[:-2], (torch.int32, torch.int64))
+        if is_checked(q.device) and not is_traced() and positions.numel():
+            low, high = (int(x) for x in positions.aminmax())
+            fits = low >= 0 and high < shape[0]
+            wanted = f"between 0 and {shape[0] - 1}, rows of rotary_cos"
+            expect(fits, FUNCTION, "positions", wanted, f"{low} to {high}")
+        return
+    needed = q.shape[1] if cu_seqlens is None else longest
+    wanted = f">= {needed}, the longest sequence"
+    expect(needed <= shape[0], FUNCTION, "rotary_cos.shape[0]", wanted, shape[0])
