@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
-from flashattn3.integrations import masks
+from flashattn3.integrations import masks, transformers_fp8
 from flashattn3.integrations import transformers as fa3
 from flashattn3.integrations.segments import most_packed
 
@@ -942,3 +942,34 @@ def test_the_benchmark_of_models(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fa3, "attention", lambda *a, **k: (torch.zeros_like(a[1]).mT, None))
     monkeypatch.setattr(models_suite, "QUICK_CASES", models_suite.QUICK_CASES[:1])
     assert main(arguments) == 1  # the gate
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_in_8_bits(packed):
+    """Loss and gradients of a training step near those in 16 bits; generation from a cache."""
+    config = transformers.LlamaConfig(**SIZES, head_dim=16)
+    torch.manual_seed(0)
+    ids = torch.randint(1, 97, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    given = {} if packed else {"attention_mask": mask}
+    if packed:
+        positions = torch.cat((torch.arange(25), torch.arange(15))).expand(2, -1)
+        given = {"position_ids": positions, "use_cache": False}
+    found = {}
+    for name in (fa3.register(), transformers_fp8.register()):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM._from_config(
+            copy.deepcopy(config), attn_implementation=name
+        ).bfloat16()
+        loss = model(ids, labels=ids, **given).loss
+        loss.backward()
+        gradient = model.model.layers[0].self_attn.q_proj.weight.grad.float()
+        texts = model.eval().generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        found[name] = loss.float(), gradient, texts
+    (loss, gradient, texts), (loss8, gradient8, texts8) = found.values()
+    assert loss8 != loss and abs(loss8 - loss) < 0.01
+    assert 0 < (gradient8 - gradient).norm() < 0.2 * gradient.norm()
+    assert texts8.shape == texts.shape
+    with pytest.raises((TypeError, ValueError), match=r"flash_attn.*fp8_func: q\.dtype must be"):
+        model.float()(ids, **given)

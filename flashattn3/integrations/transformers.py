@@ -15,7 +15,7 @@ What a model asks and this integration does not have raises UnsupportedError: no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,11 @@ def register(name: str = "fa3") -> str:
         ValueError: transformers gives the name another meaning.
     """
     function = "integrations.transformers.register"
+    return register_as(function, name, attention)
+
+
+def register_as(function: str, name: str, attend: Callable) -> str:
+    """``register`` of an attention function. function: that a user called."""
     import_library(function, "transformers", OLDEST, NEWEST)
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -62,7 +67,7 @@ def register(name: str = "fa3") -> str:
     if reserved or not name or name in TAKEN:
         wanted = f"without 'flash', '/' and '|', and none of {TAKEN}"
         raise value_error(function, "name", wanted, repr(name))
-    AttentionInterface.register(name, attention)
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     AttentionInterface.register(f"paged|{name}", paged_attention)  # continuous batching
     AttentionMaskInterface.register(f"paged|{name}", no_mask)
@@ -86,6 +91,7 @@ def attention(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    attend_whole: Callable | None = None,
     **others,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers' AttentionInterface calls it.
@@ -109,6 +115,8 @@ def attention(
         s_aux: (heads,), attention sinks: one more key per head with this score and no value.
         position_bias: (batch or 1, heads or 1, seqlen_q, seqlen_k), added to the scores (T5).
         cu_seq_lens_q, cu_seq_lens_k: sequences packed into one row of the batch.
+        attend_whole: computes what ``_attend`` does, of calls without a bias and a bool mask; None:
+            ``_attend``. Not an argument of transformers.
         others: arguments that change no number, and those that are refused.
 
     Returns: out (batch, seqlen_q, heads, head_dim_v) and None in place of the probabilities.
@@ -170,7 +178,8 @@ def attention(
     causal, left = segments.causal, segments.left
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k  # torch 2.8 traces no slice
     values = scaling, causal, left, 0 if causal else left, softcap or 0.0
-    return _attend((query, key, value), edges, values, s_aux, compiling), None
+    attend = attend_whole or _attend
+    return attend((query, key, value), edges, values, s_aux, compiling), None
 
 
 def _not_asked(lengths: tuple[int, int], module: torch.nn.Module) -> UnsupportedError:
@@ -219,10 +228,14 @@ def _attend(
             return out
     if s_aux is None and compiling and is_compiled(*qkv):
         return call_operator(*qkv, *edges, values, False)
+    return flash_attn_bhsd_func(*qkv, *edges, **options_of(values, s_aux, qkv[0]))
+
+
+def options_of(values: tuple, s_aux: Tensor | None, query: Tensor) -> dict[str, object]:
+    """The arguments of attention functions. values: of OF_MODELS."""
     scaling, causal, left, right, softcap = values
     options = {"causal": causal, "window_size": (left, right), "softcap": softcap}
-    options |= {"softmax_scale": scaling, "sinks": _sinks(s_aux, qkv[0])}
-    return flash_attn_bhsd_func(*qkv, *edges, **options)
+    return options | {"softmax_scale": scaling, "sinks": _sinks(s_aux, query)}
 
 
 def _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux) -> Tensor:
