@@ -172,11 +172,12 @@ class Combine {
         float2 stats[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
+          // Without a branch below, factors are computed before the sums that wait for each other.
+          value[k] = make_float4(0.f, 0.f, 0.f, 0.f), stats[k] = make_float2(-INFINITY, 0.f);
           if (k < left) walk.advance(), load(value[k], stats[k]);
         }
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
-          if (k >= left) break;
           const SpanJoin join = SpanJoin::of(all, {stats[k].x, stats[k].y});
           sum = make_float4(join(sum.x, value[k].x), join(sum.y, value[k].y),
                             join(sum.z, value[k].z), join(sum.w, value[k].w));

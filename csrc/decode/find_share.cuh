@@ -43,7 +43,7 @@ __device__ __forceinline__ void find_share(const Arguments& args, Storage& stora
     units += units_of_sequence<kSpanStep>(args, share.sequence);
   }
   const int end = inclusive_sum(units, storage.warp_sums, total);
-  share.set(total, blockIdx.x, args);
+  share.set<kSpanStep>(total, blockIdx.x, args);
   if (share.begin == share.end) {
     if (threadIdx.x == 0) storage.share = share;
   } else if (end - units <= share.begin && share.begin < end) {

@@ -110,6 +110,7 @@ struct WorkShare {
 
   // total: units of a head. block: of the launch. With fewer units than shares the last ones are
   // empty, so that the CTAs that share a work tile follow each other.
+  template <int kSpanStep = 0>
   __host__ __device__ __forceinline__ void set(int total, int block, const Arguments& args) {
     int mine;
     args.share_heads(mine, head, block);
@@ -123,6 +124,7 @@ struct WorkShare {
     rest = few ? 0 : longer;
     begin = mine * of_each + min(mine, longer);
     end = begin + of_each + (mine < longer ? 1 : 0);
+    if (kSpanStep > 0 && args.whole_tiles) begin = min(mine, total), end = total;
   }
   // The first unit of a share of this head.
   __host__ __device__ __forceinline__ int begin_of(int share) const {
@@ -185,6 +187,10 @@ __host__ __device__ __forceinline__ bool take_part(const Arguments& args, WorkSh
   // No other CTA than those of the head, even if the lengths have changed.
   part.num_ctas = min(last_cta, share.first_cta + args.num_shares - 1) - part.first_cta + 1;
   share.begin += count;
+  if (kSpanStep > 0 && args.whole_tiles) {  // a tile in num_shares, for their sizes differ
+    share.begin += args.num_shares - count;
+    part.first_cta = share.cta, part.num_ctas = 1;
+  }
   return true;
 }
 
