@@ -75,7 +75,7 @@ inline WorkShare share_of(const Arguments& args, int block) {
   const auto sequence = [&](int b) { return find_cached_sequence<kBlockN>(args, b); };
   for (int b = 0; b < args.batch; ++b) total += units_of_sequence<kSpanStep>(args, sequence(b));
   WorkShare share{};
-  share.set(total, block, args);
+  share.set<kSpanStep>(total, block, args);
   int first = 0;
   for (int b = 0; b < args.batch; ++b) {
     const int units = units_of_sequence<kSpanStep>(args, sequence(b));
@@ -260,7 +260,7 @@ inline void check_spans(Result& result) {
   for (uint32_t seed = 200; seed < 260; ++seed) {
     Batch batch(seed, 1 + seed % 9, seed % 2 ? 4 : 80, seed % 3 == 0);
     Arguments& args = batch.args;
-    args.whole_tiles = false, args.span_blocks = 2 * (1 + seed % 4);
+    args.whole_tiles = seed % 4 == 0, args.span_blocks = 2 * (1 + seed % 5);
     batch.divide(seed % 5 ? 132 : 7, seed % 2 ? 1 : args.num_heads_kv);
     using Slot = std::pair<int, int>;  // CTA and slot
     struct Found {
