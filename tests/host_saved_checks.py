@@ -81,7 +81,8 @@ def check_calls_that_change_scores(host):
             {"sinks": torch.zeros(4, requires_grad=True)},
             {"sinks": torch.zeros(4).half(), "alibi_slopes": torch.zeros(1, 4)},
             {"bias": torch.zeros(1, 4, 72, 72).half().requires_grad_()},
-            {"alibi_slopes": torch.zeros(4), "return_max_logit": True},
+            {"alibi_slopes": torch.zeros(4)},
+            {"return_max_logit": True},
         ),
     ):
         attention, tensors = attention_of(is_bhsd, **scores), inputs(72, d=64)

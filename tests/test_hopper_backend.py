@@ -169,8 +169,6 @@ def test_what_changes_scores_chooses_the_kernel():
     assert plan(given._replace(sinks=sinks)).launch.config.packed is None
     assert terms(given._replace(sinks=sinks, alibi_slopes=slopes)) == (SLOPES, SLOPES)
     assert terms(given, return_max_logit=True) == (LARGEST, NO_TERM)
-    both = terms(given._replace(alibi_slopes=slopes), return_max_logit=True)
-    assert both == (LARGEST, SLOPES)
     assert terms(given._replace(bias=bias, sinks=sinks)) == (BIAS, BIAS)
     with_bias, wide = given._replace(bias=bias), qkv(192, 128)._replace(bias=bias)
     masked = with_mask(given, 2, 8)
@@ -182,6 +180,11 @@ def test_what_changes_scores_chooses_the_kernel():
         (wide, {}, "takes a bias up to head_dim 128"),
         (masked._replace(alibi_slopes=slopes), {}, "has no kernel for mask and alibi_slopes"),
         (masked, {"return_max_logit": True}, "has no kernel for mask and return_max_logit"),
+        (
+            given._replace(alibi_slopes=slopes),
+            {"return_max_logit": True},
+            "has no kernel for alibi_slopes and return_max_logit",
+        ),
     ):
         assert dict(plan(changed, **options).declined)["hopper"].startswith(reason)
     narrow = qkv(dtype=FP8)
@@ -507,16 +510,16 @@ def test_the_operators_of_calls_that_change_scores_get_what_changes_them():
 
     library = library_double(forward_scores=recorder, backward_scores=backward)
     backend = HopperBackend(library=lambda: library, only_measured=False)
-    found = plan(tensors, backend, return_max_logit=True)
-    out, lse, max_logit = found.launch.forward(tensors)
-    assert recorder.descales[:3] == (None,) * 3
-    assert recorder.descales[3] is tensors.sinks and recorder.descales[4] is tensors.alibi_slopes
-    assert recorder.descales[5] is None and recorder.descales[6] is max_logit
+    with_sinks = given._replace(sinks=tensors.sinks)
+    found = plan(with_sinks, backend, return_max_logit=True)
+    out, lse, max_logit = found.launch.forward(with_sinks)
+    assert recorder.descales[:6] == (None, None, None, tensors.sinks, None, None)
+    assert recorder.descales[6] is max_logit
     assert recorder.indices == (None,) * 4
     assert out.shape == (2, 9, 4, 20)
     assert max_logit.tolist() == [-math.inf] * 4 and max_logit.dtype == torch.float32
     out = plan(tensors, backend).launch.forward(tensors)[0]
-    assert len(recorder.descales) == 6
+    assert recorder.descales == (None, None, None, tensors.sinks, tensors.alibi_slopes, None)
     launch = plan(tensors, backend).launch
     *sides, dsinks, dbias = launch.backward(torch.ones_like(out), None, out, lse, tensors, False)
     assert [x.shape for x in sides] == [x.shape for x in given[:3]]

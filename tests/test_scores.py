@@ -54,9 +54,9 @@ SLOWLY = (EVERY_BACKEND[0], INTERPRETED, "reference")
 
 
 def holds(case, tensors, backend) -> str | None:
-    """Forward and backward; the sentence of a backend without a kernel. Hopper's kernels with a
-    bias do not look for the largest score."""
-    largest = backend != "hopper" or tensors.bias is None
+    """Forward and backward; the sentence of a backend without a kernel. Hopper's kernels with
+    slopes or a bias do not look for the largest score."""
+    largest = backend != "hopper" or tensors.bias is tensors.alibi_slopes is None
     try:
         out, lse = forward_holds(case, tensors, backend, return_max_logit=largest)
     except UnsupportedError as error:

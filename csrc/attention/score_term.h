@@ -6,12 +6,10 @@ namespace flashattn3 {
 
 //   kSlopes: ALiBi, -slope * |distance of query and key|
 //   kBias: an element of a tensor
-//   kLargest: as kSlopes, and the kernel looks for the largest score (attention/largest_score.cuh)
+//   kLargest: none, but the kernel looks for the largest score (attention/largest_score.cuh)
 enum class ScoreTerm { kNone, kSlopes, kBias, kLargest };
 
-constexpr bool has_slopes(ScoreTerm term) {
-  return term == ScoreTerm::kSlopes || term == ScoreTerm::kLargest;
-}
+constexpr bool has_slopes(ScoreTerm term) { return term == ScoreTerm::kSlopes; }
 
 // Element type of sinks.
 enum class SinkType { kFloat32, kFloat16, kBFloat16 };

@@ -199,6 +199,8 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     }
     typename Softmax::Outcome outcome{.above = true};
     if (!exact) outcome = exponentiate_at_once(s, softmax, scale, kv, at);
+    // Without it ptxas keeps what the search reads in registers of its own: 100 moves a block.
+    if constexpr (kLooks) warpgroup_fence_operand(s);
     if (exact || outcome.overflow) {
       warpgroup_fence_operand(s);
       if (!exact) {  // exponentiate_at_once has overwritten S

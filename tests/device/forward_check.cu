@@ -128,7 +128,7 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
 // sufficient one of V. Returns false on failure.
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
   const auto fits = [&](const flashattn3::forward::Config& r) {
-    const bool takes = has_slopes(r) == c.slopes || finds_largest(r);
+    const bool takes = has_slopes(r) == c.slopes;
     return r.dtype == type && !r.cached && takes && r.listed == (c.lists_heads != 0) &&
            r.head_dim >= c.head_dim && r.head_dim_v >= c.head_dim_v;
   };
@@ -226,7 +226,7 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
       std::vector<bool> has_sinks;
       for (int config = 0; config < kNumCheckConfigs; ++config) {
         const flashattn3::forward::Config& r = kCheckConfigs[config];
-        const bool fits = has_slopes(r) || r.masked == causal;
+        const bool fits = has_slopes(r) || finds_largest(r) || r.masked == causal;
         if (r.head_dim != d || !fits || r.dtype == kFp16 || r.cached || r.listed) continue;
         if (part != nullptr && config_name(config).find(part) == std::string::npos) continue;
         for (const bool sinks : {false, true})

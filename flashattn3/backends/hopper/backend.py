@@ -264,13 +264,12 @@ def score_reason(problem: Problem) -> str | None:
     asked = {"alibi_slopes": problem.slopes, "return_max_logit": problem.return_max_logit}
     if problem.bias is not None:
         asked["capped scores"] = problem.score_scale.is_capped
-    others = [name for name, given in asked.items() if given]
-    # A call has one of them at most.
-    alone = next((name for name in ("bias", "mask") if getattr(problem, name) is not None), None)
-    if alone is not None and others:
-        return f"has no kernel for {alone} and {others[0]} together"
-    if problem.dtype in EIGHT_BIT and (alone or others):
-        return f"has no kernel of 8 bits for {alone or others[0]}"
+    terms = [name for name in ("bias", "mask") if getattr(problem, name) is not None]
+    terms += [name for name, given in asked.items() if given]
+    if len(terms) > 1:
+        return f"has no kernel for {terms[0]} and {terms[1]} together"
+    if problem.dtype in EIGHT_BIT and terms:
+        return f"has no kernel of 8 bits for {terms[0]}"
     if problem.bias is not None and max(problem.head_dim, problem.head_dim_v) > LARGEST_WITH_BIAS:
         return f"takes a bias up to head_dim {LARGEST_WITH_BIAS}"
     return None

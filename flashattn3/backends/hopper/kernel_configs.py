@@ -261,7 +261,7 @@ FORWARD_CONFIGS = (
     ),
     *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, term=SLOPES),
     *_forward_configs(
-        SIXTEEN_BIT, 64, True, 192, 112, 4, 3, 4, term=LARGEST, measured=MEASURED_SCORES
+        SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 4, term=LARGEST, measured=MEASURED_SCORES
     ),
     *_forward_configs(
         SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, term=LARGEST, measured=MEASURED_SCORES
