@@ -13,6 +13,7 @@ from flashattn3.backends.hopper import kernel_configs
 from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
     BIAS,
+    BYTE_DECODE_CONFIGS,
     CACHED_CONFIGS,
     CACHED_FORWARD_CONFIGS,
     DECODE_CONFIGS,
@@ -32,6 +33,7 @@ from flashattn3.backends.hopper.kernel_configs import (
     configs_hash,
     matching,
     select_backward_config,
+    select_byte_decode_config,
     select_cached_forward_config,
     select_decode_config,
     select_forward_config,
@@ -45,7 +47,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 154
+    assert len(set(names)) == len(names) <= 160
     assert all(name.isidentifier() for name in names)
 
 
@@ -208,9 +210,10 @@ def test_gradients_compare_both_head_dims(dims, of):
     ("select", "configs"),
     [
         (select_decode_config, DECODE_CONFIGS),
+        (select_byte_decode_config, BYTE_DECODE_CONFIGS),
         (select_cached_forward_config, CACHED_FORWARD_CONFIGS),
     ],
-    ids=["decode", "forward"],
+    ids=["decode", "8-bit caches", "forward"],
 )
 def test_cached_calls_of_16_bits_find_the_smallest_row(select, configs, dtype):
     for head_dim in range(1, MAX_HEAD_DIM + 1):
@@ -296,7 +299,10 @@ def test_a_glob_names_rows():
     assert matching("*") == all_configs() == (*FORWARD_CONFIGS, *BACKWARD_CONFIGS, *CACHED_CONFIGS)
     assert {config.head_dim for config in matching("*_d64_*")} == {64}
     assert matching("backward_*") == BACKWARD_CONFIGS
-    assert matching("decode_*") == DECODE_CONFIGS
+    assert matching("decode_*") == (*DECODE_CONFIGS, *BYTE_DECODE_CONFIGS)
+    # C++ knows the kernels of 8-bit caches by their names (launch/byte_decode_params.h).
+    assert matching("*_bytes_*") == BYTE_DECODE_CONFIGS
+    assert all(config.num_byte_tiles > 0 for config in BYTE_DECODE_CONFIGS)
     assert matching("forward_*_cached_*") == CACHED_FORWARD_CONFIGS
     with pytest.raises(
         ValueError, match="no kernel config matches 'fast'; the kernel configs are forward_fp16"

@@ -21,6 +21,13 @@ struct CacheTensor {
   int64_t page, slot, head;
 };
 
+// Descales of the keys of a cache of 8 bits; null: all are 1. Strides in elements; `slot` is 0
+// where the tokens of a page share one.
+struct KeyDescales {
+  const float* data;
+  int64_t page, slot, head;
+};
+
 // The packed rows of a KV head: query tokens x the query heads that share it, token by token. A
 // work tile holds `tokens` tokens of `heads` heads: row r is token r / heads, head r % heads of the
 // tile. Divisors are known on the host: a division by a number that is not takes about 30
@@ -98,6 +105,11 @@ struct Arguments {
   // Of kernels with spans: KV blocks of a span, and each CTA's slots for partial results
   // (spans.cuh).
   int span_blocks, span_slots;
+
+  // Of a cache of 8 bits; `data` of k and v then has bytes.
+  bool is_int8;           // else e4m3
+  bool has_key_descales;  // columns of S and P are multiplied by them
+  KeyDescales k_key_descales, v_key_descales;
 };
 
 // The arguments of a plain call (is_plain in launch/decode_arguments.h), with constants for those

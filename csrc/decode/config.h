@@ -18,7 +18,11 @@ struct Config {
   bool spans;     // results of fixed spans of keys are joined in order (spans.cuh, split_tokens)
   int row_tiles;  // tiles of packed rows that a CTA computes at once: 1, or with spans one for each
                   // consumer warpgroup, which then takes every KV block
+  int num_byte_tiles;  // of a cache of 8 bits: K and V tiles in flight before they are widened to
+                       // fp16 (load_bytes.cuh); 0: the cache has q's dtype
 };
+
+constexpr bool has_bytes(const Config& config) { return config.num_byte_tiles > 0; }
 
 // A short call is bound by instructions that run once, of which plain calls need two thirds.
 // Besides the kernel for all calls there is one for plain ones, which may have a window and sinks
@@ -58,9 +62,20 @@ constexpr int exchange_bytes(const Config& config) {
   return kBlockM * config.head_dim * 4 + 128 * 16;
 }
 
+// Of a cache of 8 bits: its tiles and their descales, the descales of the stages, and a factor of
+// each row of Q.
+constexpr int byte_tile_bytes(const Config& config) { return config.block_n * config.head_dim; }
+constexpr int tile_descale_bytes(const Config& config) { return config.block_n * 4; }
+constexpr int widening_bytes(const Config& config) {
+  if (!has_bytes(config)) return 0;
+  return config.num_byte_tiles * (byte_tile_bytes(config) + tile_descale_bytes(config)) +
+         2 * num_turns(config) * config.num_stages * tile_descale_bytes(config) + kBlockM * 4;
+}
+
 constexpr int smem_bytes(const Config& config) {
   return kSharedStorageBytes + config.num_q_buffers * config.row_tiles * q_tile_bytes(config) +
-         2 * num_turns(config) * config.num_stages * kv_tile_bytes(config) + exchange_bytes(config);
+         2 * num_turns(config) * config.num_stages * kv_tile_bytes(config) +
+         exchange_bytes(config) + widening_bytes(config);
 }
 
 }  // namespace flashattn3::decode

@@ -9,6 +9,7 @@
 #include "decode/consumer.cuh"
 #include "decode/find_share.cuh"
 #include "decode/load.cuh"
+#include "decode/load_bytes.cuh"
 #include "decode/traits.cuh"
 #include "ptx/pdl.cuh"
 
@@ -30,7 +31,11 @@ __device__ __forceinline__ void decode(const Arguments& args) {
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    Producer<kConfig>(args, shared).run();
+    if constexpr (Traits::kHasBytes) {
+      WideningProducer<kConfig>(args, shared).run();
+    } else {
+      Producer<kConfig>(args, shared).run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     Consumer<kConfig>(args, shared, warpgroup).run();

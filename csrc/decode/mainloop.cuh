@@ -9,8 +9,10 @@
 
 #include "attention/variant.cuh"
 #include "decode/packed_tile.cuh"
+#include "decode/scale_columns.cuh"
 #include "decode/softmax.cuh"
 #include "decode/traits.cuh"
+#include "decode/widen_queries.cuh"
 #include "tile/fragment.h"
 #include "tile/gemm.cuh"
 
@@ -20,7 +22,7 @@ template <Config kConfig>
 class Mainloop {
  public:
   using Traits = KernelTraits<kConfig>;
-  static constexpr ElementType kElement = Traits::kElement;
+  static constexpr ElementType kElement = Traits::kOperand;
   static constexpr int kBlockN = Traits::kBlockN;
   using Out = float[Traits::kOutRegisters];
   using Softmax = RowSoftmax<kBlockN>;
@@ -51,7 +53,9 @@ class Mainloop {
       : args_(args),
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
         turn_(Traits::kTurns == 1 ? 0 : warpgroup),
-        kv_(args.log2_stages, 0) {
+        kv_(args.log2_stages, 0),
+        columns_(args, shared, turn_),
+        shared_(shared) {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     const uint32_t stages =
         base + Traits::kKvOffset + turn_ * (Traits::kStages * 2 * Traits::kKvBytes);
@@ -67,9 +71,16 @@ class Mainloop {
     start(o, softmax);
     const RowMask mask(args_, tile, sequence);
     const ScoreScale scale = scale_of(args_, part);
-    wait_for_q();
-    attend_blocks(o, softmax, mask, scale, part.n_blocks);
-    release_q();
+    if constexpr (Traits::kHasBytes) {
+      widen_queries<Traits>(args_, shared_, tile, sequence, part);
+      columns_.begin_part();
+      attend_blocks(o, softmax, mask, scale, part.n_blocks);
+      columns_.end_part(o);
+    } else {
+      wait_for_q();
+      attend_blocks(o, softmax, mask, scale, part.n_blocks);
+      release_q();
+    }
     softmax.complete();
   }
 
@@ -106,12 +117,19 @@ class Mainloop {
         s, q_base_ + q_.index() * (Traits::kRowTiles * Traits::kQBytes / 16), stage(k_base_));
     warpgroup_wait<0>();
     warpgroup_fence_operand(s);
+    if constexpr (Traits::kHasBytes) columns_.scale_scores(s, kv_.index());
     storage_.k_empty[turn_][kv_.index()].arrive_warp();  // Sync: this warp has read K.
 
     if (mask.has_rows) {
       float factor[2];
       convert_scores(s, mask, scale, block);
       softmax.update(s, factor);
+      if constexpr (Traits::kHasBytes) {
+        if (args_.has_key_descales) {
+          storage_.v_full[turn_][kv_.index()].wait(kv_.phase());  // Sync: descales are there.
+          columns_.scale_probabilities(s, factor, kv_.index());
+        }
+      }
 #pragma unroll
       for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
     }
@@ -160,6 +178,8 @@ class Mainloop {
   uint32_t q_base_, k_base_, v_base_;
   PipelineState<Traits::kQBuffers> q_{0};
   StageState kv_;
+  ScaledColumns<Traits> columns_;
+  uint8_t* shared_;  // with bytes
 };
 
 }  // namespace flashattn3::decode

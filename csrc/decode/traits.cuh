@@ -16,6 +16,9 @@ struct KernelTraits {
   static constexpr Config kConfig = kTheConfig;
   static constexpr bool kPlain = kIsPlain;
   static constexpr ElementType kElement = kConfig.dtype;
+  static constexpr bool kHasBytes = has_bytes(kConfig);
+  // Of the operands in shared memory. fp16 holds all numbers of 8 bits, and Q with a factor.
+  static constexpr ElementType kOperand = kHasBytes ? ElementType::kFloat16 : kElement;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.num_stages;
@@ -34,10 +37,22 @@ struct KernelTraits {
   static constexpr int kQOffset = kSharedStorageBytes;
   static constexpr int kKvOffset = kQOffset + kQBuffers * kRowTiles * kQBytes;
   static constexpr int kExchangeOffset = kKvOffset + 2 * kTurns * kStages * kKvBytes;
+  // With bytes: tiles of 8 bits, the descales of each, those of the stages, K's before V's, and the
+  // factors of Q's rows.
+  static constexpr int kByteTiles = kConfig.num_byte_tiles;
+  static constexpr int kByteTileBytes = byte_tile_bytes(kConfig);
+  static constexpr int kDescaleBytes = tile_descale_bytes(kConfig);
+  static constexpr int kByteTileOffset = kExchangeOffset + exchange_bytes(kConfig);
+  static constexpr int kByteDescaleOffset = kByteTileOffset + kByteTiles * kByteTileBytes;
+  static constexpr int kDescaleOffset = kByteDescaleOffset + kByteTiles * kDescaleBytes;
+  static constexpr int kRowFactorOffset = kDescaleOffset + 2 * kTurns * kStages * kDescaleBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
-  static constexpr int kProducerRegisters = 104;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 136 : kConsumers == 2 ? 200 : 152;
+  static constexpr int kProducerRegisters = kHasBytes ? (kConsumers == 1 ? 112 : 120) : 104;
+  static constexpr int kConsumerRegisters = (kConsumers == 3   ? 136
+                                             : kConsumers == 2 ? 200
+                                                               : 152) -
+                                            (kHasBytes ? 8 : 0);
 
   static_assert(!is_quantized(kElement));
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);
@@ -47,6 +62,8 @@ struct KernelTraits {
                 (kConsumers + 1) * (65536 / (kCtasPerSm * kThreads) / 8 * 8));
   static_assert(kRowTiles == 1 || (kTurns == 1 && kConfig.spans));
   static_assert(kTurns == 1 || kTurns == 2);
+  static_assert(!kHasBytes || (kQBuffers == 1 && !kConfig.spans),
+                "consumers write Q between two parts");
   static_assert(kConfig.num_stages_beside <= kStages);
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
@@ -88,14 +105,15 @@ struct PendingPart {
 // Every thread that waits for a barrier waits for each of its phases: warpgroup 1 waits for Q and
 // releases it in a part that has no KV block for it too, and parts with one KV block have no phase
 // of the exchange barriers for either side.
-template <int kStages, int kQBuffers, int kConsumers, int kTurns>
+template <int kStages, int kQBuffers, int kConsumers, int kTurns, int kByteTiles>
 struct SharedStorage {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
   Barrier k_full[kTurns][kStages], k_empty[kTurns][kStages];
   Barrier v_full[kTurns][kStages], v_empty[kTurns][kStages];
   Barrier exchange_full, exchange_empty;
-  // While a part is published, warps may be at the three before: Q has two buffers at most.
-  static constexpr int kPartBuffers = 4;
+  // While a part is published, warps may be at the three before: Q has two buffers at most. Tiles
+  // of 8 bits, of two of which a part consists at least, are loaded further ahead.
+  static constexpr int kPartBuffers = kByteTiles == 0 ? 4 : kByteTiles / 2 + 2;
   Barrier part_full[kPartBuffers], part_empty[kPartBuffers];
   PendingPart parts[kPartBuffers];  // num_ctas 0: no part is left
   uint64_t launch;                  // its number (ptx/arrival_counter.cuh), with the last of them
@@ -129,7 +147,8 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers,
-                                      kConfig.num_consumers, num_turns(kConfig)>;
+using SharedStorageOf =
+    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers, kConfig.num_consumers,
+                  num_turns(kConfig), kConfig.num_byte_tiles>;
 
 }  // namespace flashattn3::decode

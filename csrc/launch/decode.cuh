@@ -5,6 +5,7 @@
 
 #include "decode/kernel.cuh"
 #include "decode/warp_kernel.cuh"
+#include "launch/byte_arguments.h"
 #include "launch/decode_arguments.h"
 #include "launch/decode_params.h"
 #include "launch/launch.cuh"
@@ -36,7 +37,7 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
 }
 
 // Enqueues the kernel of a config for all calls, or that for plain ones.
-template <decode::Config kConfig, bool kPlain>
+template <decode::Config kConfig, bool kPlain = false>
 void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStream_t stream) {
   constexpr auto kKernel = decode_kernel<kConfig, kPlain>();
   // A call that leaves SMs free asks for so much shared memory that no two CTAs share an SM.
@@ -46,8 +47,7 @@ void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStre
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
   launch_kernel(name, "", kKernel,
                 {static_cast<unsigned>(grid.num_ctas), decode::num_threads(kConfig), shared_bytes},
-                stream, params.pdl,
-                make_decode_arguments(params, grid, kConfig.block_n, kConfig.row_tiles));
+                stream, params.pdl, arguments_of<kConfig>(params, grid));
 }
 
 // Enqueues the warp kernel that takes the call.
@@ -71,8 +71,8 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   check_decode(name, kConfig, params);
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
-  if constexpr (kConfig.spans) {
-    launch_decode_kernel<kConfig, false>(name, params, stream);
+  if constexpr (kConfig.spans || decode::has_bytes(kConfig)) {
+    launch_decode_kernel<kConfig>(name, params, stream);
   } else if (uses_warp_kernel(params, kConfig)) {
     launch_warp_kernel<kConfig>(name, params, stream);
   } else if (is_plain(params, kConfig)) {

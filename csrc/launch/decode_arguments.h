@@ -181,8 +181,8 @@ inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
   const bool has_descales =
       params.q_descale != nullptr || params.k_descale != nullptr || params.v_descale != nullptr;
   const bool has_window = params.window_left >= 0 || params.sinks != nullptr;
-  return one_query && few_heads && all_columns && !has_tables && !has_descales &&
-         (!has_window || decode::plain_has_window(config.head_dim)) &&
+  return !decode::has_bytes(config) && one_query && few_heads && all_columns && !has_tables &&
+         !has_descales && (!has_window || decode::plain_has_window(config.head_dim)) &&
          score_scale_of(params, false).tanh_scale == 0.f && !params.whole_tiles;
 }
 

@@ -28,6 +28,7 @@ inline int most_warp_ctas(const DecodeParams& params) {
 inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& config) {
   const int64_t rows = int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
   if (params.whole_tiles || params.cu_seqlens_q != nullptr) return false;
+  if (decode::has_bytes(config)) return false;
   if (rows > decode::warp_kernel_rows(config)) return false;
   const bool one = params.batch == 1;
   if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;

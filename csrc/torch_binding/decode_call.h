@@ -58,9 +58,8 @@ struct DecodeCall {
   int64_t page_size() const { return page_table ? k_cache.size(1) : 0; }
 };
 
-// Returns whether all rows of a tensor of 16-bit elements begin at multiples of 16 bytes and are
-// dense.
-bool has_aligned_rows(const Tensor& tensor);
+// Returns whether all rows of a tensor begin at multiples of 16 bytes and are dense.
+bool has_aligned_rows(const Tensor& tensor, int element_bytes = 2);
 
 // Allocates (batch, seqlen_q, num_heads_q, columns), or with varlen (total_q, ...), in q's dtype.
 // The number of axes of q must be right.

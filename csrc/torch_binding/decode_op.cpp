@@ -15,7 +15,7 @@
 #include <string>
 #include <tuple>
 
-#include "launch/decode_params.h"
+#include "launch/byte_decode_params.h"
 #include "launch/errors.h"
 #include "launch/fill_rows.h"
 #include "launch/registry.h"
@@ -69,6 +69,11 @@ void expect_dtype(const char* name, const Tensor& tensor, int32_t wanted, const 
   expect(dtype_of(tensor) == wanted, kName, name, text, "another dtype");
 }
 
+void check_aligned(const char* name, const Tensor& tensor, int element_bytes) {
+  expect(has_aligned_rows(tensor, element_bytes), kName, name, "of rows at multiples of 16 bytes",
+         "another layout");
+}
+
 // Rows of 16-bit elements, which the kernel copies 16 bytes at a time.
 void check_rows(const char* name, const Tensor& tensor, ElementType dtype, const Shape& shape) {
   expect_shape(kName, name, tensor, shape);
@@ -77,8 +82,19 @@ void check_rows(const char* name, const Tensor& tensor, ElementType dtype, const
     const std::string what = std::string(name) + ".dtype";
     expect(false, kName, what.c_str(), fp16 ? "fp16" : "bf16", "another dtype");
   }
-  expect(has_aligned_rows(tensor), kName, name, "of rows at multiples of 16 bytes",
-         "another layout");
+  check_aligned(name, tensor, 2);
+}
+
+// Both caches of 8 bits, of which K's dtype is that of V.
+void check_byte_caches(const DecodeCall& call, const Shape& k, const Shape& v) {
+  expect_shape(kName, "k_cache", call.k_cache, k);
+  expect_shape(kName, "v_cache", call.v_cache, v);
+  const int32_t dtype = dtype_of(call.k_cache);
+  expect(dtype == aoti_torch_dtype_float8_e4m3fn() || dtype == aoti_torch_dtype_int8(), kName,
+         "k_cache.dtype", "e4m3 or int8", "another dtype");
+  expect_dtype("v_cache.dtype", call.v_cache, dtype, "that of k_cache");
+  check_aligned("k_cache", call.k_cache, 1);
+  check_aligned("v_cache", call.v_cache, 1);
 }
 
 // An optional tensor of int32 or float32, dense.
@@ -91,7 +107,23 @@ void check_dense(const char* name, const std::optional<Tensor>& tensor, int32_t 
   expect(tensor->is_contiguous(), kName, name, "contiguous", "another layout");
 }
 
-void check_call(const CachedProblem& problem, ElementType dtype, const DecodeCall& call) {
+// k_descale or v_descale: of heads, or of keys of a cache of 8 bits.
+void check_descale(const char* name, const std::optional<Tensor>& descale, const DecodeCall& call,
+                   bool of_bytes) {
+  const int64_t heads = call.num_heads_kv();
+  const bool of_keys = of_bytes && descale && descale->dim() == 3;
+  if (!of_keys) {
+    return check_dense(name, descale, aoti_torch_dtype_float32(), {2, {call.batch(), heads}});
+  }
+  const int64_t tokens = descale->size(1) == 1 ? 1 : call.k_cache.size(1);
+  expect_shape(kName, name, *descale, {3, {call.k_cache.size(0), tokens, heads}});
+  expect_dtype(name, *descale, aoti_torch_dtype_float32(), "float32");
+}
+
+void check_call(const CachedProblem& problem, const KernelInstance& kernel,
+                const DecodeCall& call) {
+  const ElementType dtype = kernel.dtype;
+  const bool of_bytes = reads_bytes(kernel.name);
   const bool varlen = call.varlen();
   expect(call.q.dim() == (varlen ? 3 : 4), kName, "the number of axes of q", varlen ? 3 : 4,
          call.q.dim());
@@ -110,8 +142,14 @@ void check_call(const CachedProblem& problem, ElementType dtype, const DecodeCal
 
   expect(call.k_cache.dim() == 4, kName, "the number of axes of k_cache", 4, call.k_cache.dim());
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
-  check_rows("k_cache", call.k_cache, dtype, {4, {caches, tokens, heads_kv, problem.head_dim}});
-  check_rows("v_cache", call.v_cache, dtype, {4, {caches, tokens, heads_kv, problem.head_dim_v}});
+  const Shape k_shape{4, {caches, tokens, heads_kv, problem.head_dim}};
+  const Shape v_shape{4, {caches, tokens, heads_kv, problem.head_dim_v}};
+  if (of_bytes) {
+    check_byte_caches(call, k_shape, v_shape);
+  } else {
+    check_rows("k_cache", call.k_cache, dtype, k_shape);
+    check_rows("v_cache", call.v_cache, dtype, v_shape);
+  }
   const bool paged = problem.page_size > 0;
   expect(call.page_table.has_value() == paged, kName, "page_table",
          paged ? "a tensor of a paged launch" : "None of a dense launch",
@@ -135,8 +173,8 @@ void check_call(const CachedProblem& problem, ElementType dtype, const DecodeCal
   check_dense("cu_seqlens_q", call.cu_seqlens_q, int32, {1, {batch + 1}});
   check_dense("cu_seqlens_k_new", call.cu_seqlens_k_new, int32, {1, {batch + 1}});
   check_dense("q_descale", call.q_descale, fp32, {2, {batch, heads_kv}});
-  check_dense("k_descale", call.k_descale, fp32, {2, {batch, heads_kv}});
-  check_dense("v_descale", call.v_descale, fp32, {2, {batch, heads_kv}});
+  check_descale("k_descale", call.k_descale, call, of_bytes);
+  check_descale("v_descale", call.v_descale, call, of_bytes);
   check_dense("sinks", call.sinks, fp32, {1, {heads_q}});
   check_dense("scheduler_metadata", call.scheduler_metadata, int32, {1, {2 + 4 * batch}});
 }
@@ -145,10 +183,24 @@ const float* floats(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const float*>(tensor->data_ptr()) : nullptr;
 }
 
+// Sets one of the two.
+void set_descale(const std::optional<Tensor>& descale, const float*& of_heads,
+                 KeyDescaleParams& of_keys) {
+  if (!descale || descale->dim() != 3) {
+    of_heads = floats(descale);
+    return;
+  }
+  of_keys = {.data = floats(descale),
+             .stride = {.batch = descale->stride(0),
+                        .seq = descale->size(1) == 1 ? 0 : descale->stride(1),
+                        .head = descale->stride(2)}};
+}
+
 // Sizes and pointers of a call that check_call accepted; workspace, counters and pdl are unset.
-DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, const Tensor& out) {
+ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& call,
+                             const Tensor& out) {
   const bool varlen = call.varlen(), paged = call.page_table.has_value();
-  DecodeParams params = decode_params_of(problem);
+  ByteDecodeParams params{decode_params_of(problem)};
   params.q = call.q.data_ptr();
   params.out = out.data_ptr();
   params.q_stride = row_strides(call.q, varlen);
@@ -161,6 +213,9 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, c
   }
   params.k = {call.k_cache.data_ptr(), row_strides(call.k_cache, false)};
   params.v = {call.v_cache.data_ptr(), row_strides(call.v_cache, false)};
+  set_descale(call.k_descale, params.k_descale, params.k_key_descale);
+  set_descale(call.v_descale, params.v_descale, params.v_key_descale);
+  params.is_int8 = dtype_of(call.k_cache) == aoti_torch_dtype_int8();
   params.page_table = indices(call.page_table);
   params.cache_seqlens = indices(call.cache_seqlens);
   params.cu_seqlens_q = indices(call.cu_seqlens_q);
@@ -169,8 +224,6 @@ DecodeParams make_params(const CachedProblem& problem, const DecodeCall& call, c
   params.cache_batch_idx = indices(call.cache_batch_idx);
   params.page_table_stride = paged ? call.page_table->stride(0) : 0;
   params.q_descale = floats(call.q_descale);
-  params.k_descale = floats(call.k_descale);
-  params.v_descale = floats(call.v_descale);
   params.sinks = floats(call.sinks);
 
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
@@ -244,12 +297,12 @@ void launch_mixed(const CachedLaunch& launch, DecodeParams params, int device,
 
 }  // namespace
 
-bool has_aligned_rows(const Tensor& tensor) {
+bool has_aligned_rows(const Tensor& tensor, int element_bytes) {
   const int64_t last = tensor.dim() - 1;
   bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 &&
                  (tensor.size(last) <= 1 || tensor.stride(last) == 1);
   for (int64_t axis = 0; axis < last; ++axis) {
-    aligned = aligned && (tensor.size(axis) <= 1 || tensor.stride(axis) % 8 == 0);
+    aligned = aligned && (tensor.size(axis) <= 1 || tensor.stride(axis) * element_bytes % 16 == 0);
   }
   return aligned;
 }
@@ -265,10 +318,10 @@ Tensor new_rows(const DecodeCall& call, int64_t columns) {
 void check_decode(const CachedLaunch& launch, const DecodeCall& call,
                   const std::optional<Tensor>& out) {
   const CachedProblem& problem = launch.problem;
-  const ElementType dtype = decode_kernel(launch.config).info.dtype;
-  check_call(problem, dtype, call);
+  const KernelInstance& kernel = decode_kernel(launch.config).info;
+  check_call(problem, kernel, call);
   if (out) {
-    check_rows("out", *out, dtype, rows_shape(problem, call, problem.head_dim_v));
+    check_rows("out", *out, kernel.dtype, rows_shape(problem, call, problem.head_dim_v));
     expect_written(kName, "out", *out);
   }
   const int device = device_of(call);
@@ -282,7 +335,7 @@ Tensor run_checked_decode(const CachedLaunch& launch, const DecodeCall& call,
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   const Tensor out = given ? *given : new_rows(call, launch.problem.head_dim_v);
-  DecodeParams params = make_params(launch.problem, call, out);
+  ByteDecodeParams params = make_params(launch.problem, call, out);
   params.pdl = true;
   std::optional<LaunchMemory> memory;
   if (call.varlen() && launch.problem.short_config >= 0) {

@@ -86,6 +86,42 @@ spans, fp16 d64 | fp16, batch 2, q 9, heads 16 2, d 64, page 3, seqlens 900 30, 
 fp16 | fp16, batch 2, heads 8 2, capacity 3000
 fp16 d64 | fp16, heads 8, d 64, page 16
 fp16 d256 | fp16, heads 8, d 256, capacity 3000
+e4m3 | e4m3, heads 8 2, capacity 300
+e4m3, 32/8 heads | e4m3, heads 32 8, capacity 600
+e4m3, one key | e4m3, capacity 1
+e4m3, no keys | e4m3, capacity 64, seqlens 0
+e4m3, long | e4m3, heads 8, capacity 40000, seqlens 39999
+e4m3, ragged | e4m3, batch 7, heads 8 2, capacity 3000, seqlens 0 1 64 65 2999 3000 777
+e4m3, 12 short work tiles | e4m3, batch 6, heads 4 2, capacity 130, seqlens 130 65 129 128 100 70
+e4m3, 60 short work tiles | e4m3, batch 30, heads 4 2, capacity 64, token_descales
+e4m3, causal, 64 queries | e4m3, q 64, heads 4 2, causal
+e4m3, window, softcap, sinks, descales |
+    e4m3, fp16, heads 8 2, window 128 0, softcap 3, sinks, descales
+e4m3, descales | e4m3, batch 3, heads 8 2, descales
+e4m3, descales of pages | e4m3, batch 2, heads 8 2, page 64, seqlens 999 65, page_descales
+e4m3, descales of tokens | e4m3, batch 2, heads 8 2, seqlens 999 65, token_descales
+e4m3, descales of tokens, page 16 |
+    e4m3, batch 2, heads 8 2, page 16, seqlens 999 65, token_descales, head_major
+e4m3, page 1 | e4m3, batch 2, heads 8, page 1, seqlens 999 65
+e4m3, page 3, d64 | e4m3, batch 2, heads 8 2, d 64, page 3, seqlens 999 65, token_descales
+e4m3, d64 | e4m3, batch 2, heads 64 8, d 64, seqlens 200 300
+e4m3, d256 | e4m3, batch 2, heads 8, d 256, capacity 800
+e4m3, d256, 20 queries, page 16 |
+    e4m3, q 20, heads 8, d 256, capacity 851, page 16, token_descales, causal
+e4m3, d96, values 48 | e4m3, heads 8, d 96 48, padding 16
+e4m3, a lost page | e4m3, batch 2, page 64, lost_page
+e4m3, a lost page of 16, descales of tokens | e4m3, batch 2, page 16, lost_page, token_descales
+e4m3, an entry that does not exist | e4m3, batch 2, seqlens 700 70, cache_idx 5 0
+e4m3, scores grow | e4m3, heads 8, capacity 3000, grows
+int8 | int8, heads 8 2, capacity 300
+int8, fp16 | int8, fp16, batch 2, heads 8 2, capacity 700, token_descales
+int8, d64 | int8, heads 64 8, d 64, page 16, window 127 0, sinks
+int8, d256 | int8, batch 2, heads 8, d 256, capacity 800, token_descales
+int8, a lost page | int8, batch 2, page 64, lost_page
+int8, a lost page of 3 | int8, batch 2, page 3, lost_page
+int8, an entry that does not exist | int8, batch 2, seqlens 700 70, cache_idx 5 0
+int8, left padding, new tokens |
+    int8, batch 2, seqlens 700 10, leftpad 300 20, new 3, causal
 )";
 
 inline std::vector<DecodeCase> decode_cases() { return read_cases<DecodeCase>(kDecodeCases); }
@@ -133,6 +169,12 @@ inline DecodeCase random_decode_case(uint32_t seed, int most) {
     c.padding = 8 * one_in(3);
     if (one_in(3)) c.spans = pick({128, 128, 256, 384});
     c.lost_page = c.page_size > 0 && pages > 1 && c.cache_idx.empty() && one_in(6);
+    if (const int bytes = below(4); bytes < 2) {
+      (bytes == 0 ? c.e4m3 : c.int8) = true;
+      c.page_descales = one_in(3), c.token_descales = !c.page_descales && one_in(2);
+      c.head_dim = (c.head_dim + 15) / 16 * 16, c.head_dim_v = (c.head_dim_v + 15) / 16 * 16;
+      c.padding *= 2;
+    }
     const int tiles = (c.seqlen_q * (c.heads_q / c.heads_kv) + 63) / 64;
     const int blocks = (c.capacity + 63) / 64 * c.batch * c.heads_kv * tiles;
     if (blocks <= most) return c;

@@ -3,7 +3,7 @@
 //       prints one line for each case and number of SMs
 //   decode_check --random count [--from seed]
 //       random problems instead
-//   decode_check --time
+//   decode_check --time [--only part of a name]
 //       prints microseconds of decode steps beside those of a kernel that only reads as many bytes
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
@@ -110,11 +110,11 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
   FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
-    const int config = config_of(c.fp16, dim, c.spans > 0, turn.wide);
+    const int config = config_of(c.fp16, dim, c.spans > 0, turn.wide, c.has_bytes());
     if (turn.wide && (c.spans == 0 || config < 0 || c.heads_q / c.heads_kv > 64)) continue;
     Workspace workspace(turn.num_sms, c.spans > 0 ? 1 + (c.capacity + 127) / 128 : 1);
     DeviceMemory memory;
-    DecodeParams params = make_params(problem, memory, lse);
+    flashattn3::ByteDecodeParams params = make_params(problem, memory, lse);
     params.num_sms = turn.num_sms, params.workspace = workspace.memory;
     params.leaves_sms = turn.num_sms == 3;
     params.counters = workspace.counters;
@@ -168,8 +168,17 @@ __global__ void __launch_bounds__(512)
 struct TimedCell {
   const char* name;
   int batch, seqlen, heads_q, heads_kv, head_dim, page_size;
-  int window = -1;  // of keys before the query
+  int window = -1;                            // of keys before the query
+  bool e4m3 = false, token_descales = false;  // of the cache
 };
+
+// Fills memory with e4m3 numbers below 2, of any bits otherwise.
+__global__ void fill_e4m3(uint32_t* words, int64_t count) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    words[i] = static_cast<uint32_t>((i + 1) * 0x9e3779b97f4a7c15u >> 32) & 0xbfbfbfbfu;
+  }
+}
 
 // Microseconds of one call: calls on different copies of the cache, more than L2 holds, one after
 // the other in a CUDA graph.
@@ -203,13 +212,24 @@ static float time_calls(Call call, int copies, cudaStream_t stream) {
 static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
   const int64_t row = int64_t{cell.heads_kv} * cell.head_dim;
   const int64_t elements = cell.batch * int64_t{cell.seqlen} * row;  // of K, and of V
-  const int64_t bytes = 4 * elements;
+  const int element_bytes = cell.e4m3 ? 1 : 2;
+  const int64_t bytes = 2 * elements * element_bytes;
   const int copies = static_cast<int>(std::clamp<int64_t>((int64_t{400} << 20) / bytes, 2, 40));
   std::snprintf(g_now, sizeof(g_now), "timing %s", cell.name);
   alarm(60);
-  __nv_bfloat16* cache;
+  uint8_t* cache;
+  float* descales = nullptr;
   check(cudaMalloc(&cache, bytes * copies));
-  fill_normal<<<1056, 256>>>(cache, 2 * elements * copies, 1);
+  if (cell.e4m3) {
+    fill_e4m3<<<1056, 256>>>(reinterpret_cast<uint32_t*>(cache), bytes * copies / 4);
+  } else {
+    fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(cache), 2 * elements * copies, 1);
+  }
+  const int64_t num_descales = elements / cell.head_dim;
+  if (cell.token_descales) {
+    check(cudaMalloc(&descales, 2 * num_descales * copies * 4));
+    check(cudaMemset(descales, 0x3c, 2 * num_descales * copies * 4));
+  }
   uint16_t *q, *out;
   const int64_t q_elements = int64_t{cell.batch} * cell.heads_q * cell.head_dim;
   check(cudaMalloc(&q, q_elements * 2));
@@ -226,7 +246,7 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
   std::shuffle(table.begin(), table.end(), random);
   const flashattn3::Strides q_stride{int64_t{cell.heads_q} * cell.head_dim,
                                      int64_t{cell.heads_q} * cell.head_dim, cell.head_dim};
-  DecodeParams params{
+  flashattn3::ByteDecodeParams params{{
       .q = q,
       .out = out,
       .q_stride = q_stride,
@@ -253,16 +273,22 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       .workspace = workspace.memory,
       .counters = workspace.counters,
       .pdl = false,
-  };
-  const int config = config_of(false, cell.head_dim);
+  }};
+  const int config = config_of(false, cell.head_dim, false, false, cell.e4m3);
   const auto decode = [&](int copy) {
-    params.k.data = cache + copy * 2 * elements;
-    params.v.data = cache + copy * 2 * elements + elements;
+    params.k.data = cache + copy * bytes;
+    params.v.data = cache + copy * bytes + bytes / 2;
+    if (descales != nullptr) {
+      const float* of_keys = descales + copy * 2 * num_descales;
+      const flashattn3::Strides stride{int64_t{page} * cell.heads_kv, cell.heads_kv, 1};
+      params.k_key_descale = {of_keys, stride};
+      params.v_key_descale = {of_keys + num_descales, stride};
+    }
     kLaunch[config](params, stream);
   };
   const auto read = [&](int copy) {
     read_kernel<<<4 * num_sms, 512, 0, stream>>>(
-        reinterpret_cast<const uint4*>(cache + copy * 2 * elements), bytes / 16,
+        reinterpret_cast<const uint4*>(cache + copy * bytes), bytes / 16,
         static_cast<uint32_t*>(workspace.memory));
   };
   decode(0);
@@ -290,55 +316,80 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       cell.name, bytes * 1e-6, of_read, plain, plain / of_read, plain - of_read, early, cold_read,
       cold);
   std::fflush(stdout);
-  cudaFree(cache), cudaFree(q), cudaFree(out), cudaFree(flushed);
+  cudaFree(cache), cudaFree(q), cudaFree(out), cudaFree(flushed), cudaFree(descales);
 }
 
-static void time_cells(int num_sms) {
+static void time_cells(const char* part, int num_sms) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream));
-  const TimedCell cells[] = {{"1 x 1k, 32/8", 1, 1024, 32, 8, 128, 0},
-                             {"1 x 2k, 32/8", 1, 2048, 32, 8, 128, 0},
-                             {"1 x 4k, 32/8", 1, 4096, 32, 8, 128, 0},
-                             {"1 x 8k, 32/8", 1, 8192, 32, 8, 128, 0},
-                             {"1 x 16k, 32/8", 1, 16384, 32, 8, 128, 0},
-                             {"1 x 128k, 32/8", 1, 131072, 32, 8, 128, 0},
-                             {"8 x 4k, 32/8", 8, 4096, 32, 8, 128, 0},
-                             {"32 x 4k, 32/8", 32, 4096, 32, 8, 128, 0},
-                             {"128 x 1k, 32/8", 128, 1024, 32, 8, 128, 0},
-                             {"64 x 16k, 32/8", 64, 16384, 32, 8, 128, 0},
-                             {"4 x 1k, 32/8", 4, 1024, 32, 8, 128, 0},
-                             {"1 x 1k, 8/1", 1, 1024, 8, 1, 128, 0},
-                             {"1 x 2k, 8/1", 1, 2048, 8, 1, 128, 0},
-                             {"1 x 4k, 8/1", 1, 4096, 8, 1, 128, 0},
-                             {"1 x 16k, 8/1", 1, 16384, 8, 1, 128, 0},
-                             {"1 x 128k, 8/1", 1, 131072, 8, 1, 128, 0},
-                             {"32 x 8k, 8/1", 32, 8192, 8, 1, 128, 0},
-                             {"128 x 8k, 8/1", 128, 8192, 8, 1, 128, 0},
-                             {"1 x 4k, 32/32", 1, 4096, 32, 32, 128, 0},
-                             {"16 x 4k, 32/32", 16, 4096, 32, 32, 128, 0},
-                             {"1 x 512k, 64/8", 1, 524288, 64, 8, 128, 0},
-                             {"32 x 4k, 32/8, page 1", 32, 4096, 32, 8, 128, 1},
-                             {"32 x 4k, 32/8, page 16", 32, 4096, 32, 8, 128, 16},
-                             {"32 x 4k, 32/8, page 128", 32, 4096, 32, 8, 128, 128},
-                             {"1 x 4k, 32/8, page 16", 1, 4096, 32, 8, 128, 16},
-                             {"1 x 16k, 32/8, page 1", 1, 16384, 32, 8, 128, 1},
-                             {"1 x 16k, 32/8, page 16", 1, 16384, 32, 8, 128, 16},
-                             {"1 x 128k, 32/8, page 16", 1, 131072, 32, 8, 128, 16},
-                             {"1 x 4k, 64/8, d64", 1, 4096, 64, 8, 64, 0},
-                             {"1 x 16k, 64/8, d64", 1, 16384, 64, 8, 64, 0},
-                             {"1 x 4k, 8/1, d256", 1, 4096, 8, 1, 256, 0},
-                             {"1 x 16k, 8/4, d256", 1, 16384, 8, 4, 256, 0},
-                             {"32 x 8k, 64/8, d64, window 128", 32, 8192, 64, 8, 64, 0, 128},
-                             {"128 x 256, 32/8", 128, 256, 32, 8, 128, 0},
-                             {"32 x 256, 32/8", 32, 256, 32, 8, 128, 0},
-                             {"32 x 128, 32/8", 32, 128, 32, 8, 128, 0},
-                             {"16 x 512, 32/8", 16, 512, 32, 8, 128, 0},
-                             {"4 x 4k, 32/8", 4, 4096, 32, 8, 128, 0},
-                             {"8 x 4k, 32/8, page 16", 8, 4096, 32, 8, 128, 16},
-                             {"32 x 4k, 64/8, d64", 32, 4096, 64, 8, 64, 0},
-                             {"32 x 4k, 8/1, d256", 32, 4096, 8, 1, 256, 0},
-                             {"32 x 8k, 64/1", 32, 8192, 64, 1, 128, 0}};
-  for (const TimedCell& cell : cells) time_cell(cell, num_sms, stream);
+  const TimedCell cells[] = {
+      {"1 x 1k, 32/8", 1, 1024, 32, 8, 128, 0},
+      {"1 x 2k, 32/8", 1, 2048, 32, 8, 128, 0},
+      {"1 x 4k, 32/8", 1, 4096, 32, 8, 128, 0},
+      {"1 x 8k, 32/8", 1, 8192, 32, 8, 128, 0},
+      {"1 x 16k, 32/8", 1, 16384, 32, 8, 128, 0},
+      {"1 x 128k, 32/8", 1, 131072, 32, 8, 128, 0},
+      {"8 x 4k, 32/8", 8, 4096, 32, 8, 128, 0},
+      {"32 x 4k, 32/8", 32, 4096, 32, 8, 128, 0},
+      {"128 x 1k, 32/8", 128, 1024, 32, 8, 128, 0},
+      {"64 x 16k, 32/8", 64, 16384, 32, 8, 128, 0},
+      {"4 x 1k, 32/8", 4, 1024, 32, 8, 128, 0},
+      {"1 x 1k, 8/1", 1, 1024, 8, 1, 128, 0},
+      {"1 x 2k, 8/1", 1, 2048, 8, 1, 128, 0},
+      {"1 x 4k, 8/1", 1, 4096, 8, 1, 128, 0},
+      {"1 x 16k, 8/1", 1, 16384, 8, 1, 128, 0},
+      {"1 x 128k, 8/1", 1, 131072, 8, 1, 128, 0},
+      {"32 x 8k, 8/1", 32, 8192, 8, 1, 128, 0},
+      {"128 x 8k, 8/1", 128, 8192, 8, 1, 128, 0},
+      {"1 x 4k, 32/32", 1, 4096, 32, 32, 128, 0},
+      {"16 x 4k, 32/32", 16, 4096, 32, 32, 128, 0},
+      {"1 x 512k, 64/8", 1, 524288, 64, 8, 128, 0},
+      {"32 x 4k, 32/8, page 1", 32, 4096, 32, 8, 128, 1},
+      {"32 x 4k, 32/8, page 16", 32, 4096, 32, 8, 128, 16},
+      {"32 x 4k, 32/8, page 128", 32, 4096, 32, 8, 128, 128},
+      {"1 x 4k, 32/8, page 16", 1, 4096, 32, 8, 128, 16},
+      {"1 x 16k, 32/8, page 1", 1, 16384, 32, 8, 128, 1},
+      {"1 x 16k, 32/8, page 16", 1, 16384, 32, 8, 128, 16},
+      {"1 x 128k, 32/8, page 16", 1, 131072, 32, 8, 128, 16},
+      {"1 x 4k, 64/8, d64", 1, 4096, 64, 8, 64, 0},
+      {"1 x 16k, 64/8, d64", 1, 16384, 64, 8, 64, 0},
+      {"1 x 4k, 8/1, d256", 1, 4096, 8, 1, 256, 0},
+      {"1 x 16k, 8/4, d256", 1, 16384, 8, 4, 256, 0},
+      {"32 x 8k, 64/8, d64, window 128", 32, 8192, 64, 8, 64, 0, 128},
+      {"128 x 256, 32/8", 128, 256, 32, 8, 128, 0},
+      {"32 x 256, 32/8", 32, 256, 32, 8, 128, 0},
+      {"32 x 128, 32/8", 32, 128, 32, 8, 128, 0},
+      {"16 x 512, 32/8", 16, 512, 32, 8, 128, 0},
+      {"4 x 4k, 32/8", 4, 4096, 32, 8, 128, 0},
+      {"8 x 4k, 32/8, page 16", 8, 4096, 32, 8, 128, 16},
+      {"32 x 4k, 64/8, d64", 32, 4096, 64, 8, 64, 0},
+      {"32 x 4k, 8/1, d256", 32, 4096, 8, 1, 256, 0},
+      {"32 x 8k, 64/1", 32, 8192, 64, 1, 128, 0},
+      {"e4m3, 1 x 1k, 32/8", 1, 1024, 32, 8, 128, 0, -1, true},
+      {"e4m3, 1 x 4k, 32/8", 1, 4096, 32, 8, 128, 0, -1, true},
+      {"e4m3, 1 x 16k, 32/8", 1, 16384, 32, 8, 128, 0, -1, true},
+      {"e4m3, 1 x 128k, 32/8", 1, 131072, 32, 8, 128, 0, -1, true},
+      {"e4m3, 8 x 4k, 32/8", 8, 4096, 32, 8, 128, 0, -1, true},
+      {"e4m3, 32 x 4k, 32/8", 32, 4096, 32, 8, 128, 0, -1, true},
+      {"e4m3, 128 x 1k, 32/8", 128, 1024, 32, 8, 128, 0, -1, true},
+      {"e4m3, 64 x 16k, 32/8", 64, 16384, 32, 8, 128, 0, -1, true},
+      {"e4m3, 1 x 4k, 8/1", 1, 4096, 8, 1, 128, 0, -1, true},
+      {"e4m3, 1 x 128k, 8/1", 1, 131072, 8, 1, 128, 0, -1, true},
+      {"e4m3, 32 x 8k, 8/1", 32, 8192, 8, 1, 128, 0, -1, true},
+      {"e4m3, 128 x 8k, 8/1", 128, 8192, 8, 1, 128, 0, -1, true},
+      {"e4m3, 1 x 4k, 32/32", 1, 4096, 32, 32, 128, 0, -1, true},
+      {"e4m3, 16 x 4k, 32/32", 16, 4096, 32, 32, 128, 0, -1, true},
+      {"e4m3, 1 x 512k, 64/8", 1, 524288, 64, 8, 128, 0, -1, true},
+      {"e4m3, 32 x 4k, page 128", 32, 4096, 32, 8, 128, 128, -1, true},
+      {"e4m3, 32 x 4k, page 16", 32, 4096, 32, 8, 128, 16, -1, true},
+      {"e4m3, 32 x 4k, page 1", 32, 4096, 32, 8, 128, 1, -1, true},
+      {"e4m3, 32 x 4k, tokens", 32, 4096, 32, 8, 128, 0, -1, true, true},
+      {"e4m3, 32 x 4k, tokens, page 16", 32, 4096, 32, 8, 128, 16, -1, true, true},
+      {"e4m3, 32 x 4k, 64/8, d64", 32, 4096, 64, 8, 64, 0, -1, true},
+      {"e4m3, 32 x 4k, 8/1, d256", 32, 4096, 8, 1, 256, 0, -1, true}};
+  for (const TimedCell& cell : cells) {
+    if (std::strstr(cell.name, part) != nullptr) time_cell(cell, num_sms, stream);
+  }
 }
 
 int main(int argc, char** argv) {
@@ -363,7 +414,7 @@ int main(int argc, char** argv) {
   int num_sms = 0;
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
   if (timing) {
-    time_cells(num_sms);
+    time_cells(part, num_sms);
     return 0;
   }
   const std::vector<DecodeCase> named = random > 0 ? std::vector<DecodeCase>() : decode_cases();

@@ -15,7 +15,7 @@
 #include "decode_cases.h"
 #include "decode_configs.h"
 #include "decode_problem.h"
-#include "launch/decode_arguments.h"
+#include "launch/byte_arguments.h"
 #include "launch/warp_arguments.h"
 #include "run_grid.h"
 
@@ -38,7 +38,7 @@ struct Launch {
   template <decode::Config kConfig>
   static Launch of(const DecodeParams& params) {
     void (*kernel)(const decode::Arguments) = &decode::decode_kernel<decode::KernelTraits<kConfig>>;
-    if constexpr (!kConfig.spans) {
+    if constexpr (!kConfig.spans && !decode::has_bytes(kConfig)) {
       if (uses_warp_kernel(params, kConfig)) return of_warp_kernel<kConfig>(params);
       if (is_plain(params, kConfig)) {
         kernel = &decode::decode_kernel<decode::KernelTraits<kConfig, true>>;
@@ -50,8 +50,7 @@ struct Launch {
             .num_threads = decode::num_threads(kConfig),
             .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
             .arguments = [](const DecodeParams& params) {
-              const DecodeGrid grid = DecodeGrid::of(params, kConfig);
-              return make_decode_arguments(params, grid, kConfig.block_n, kConfig.row_tiles);
+              return arguments_of<kConfig>(params, DecodeGrid::of(params, kConfig));
             }};
   }
 
@@ -101,7 +100,7 @@ struct Turn {
 // wait for each other. The lengths of a raced launch change meanwhile. Returns an error message, or
 // "".
 static std::string run(DecodeProblem& problem, int config, const Turn& turn, bool raced) {
-  DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
+  ByteDecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
   params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
   params.leaves_sms = turn.num_sms == 5;
   const Launch launch = kLaunches[config](params);
@@ -148,7 +147,7 @@ static bool run_case(const DecodeCase& c) {
   FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
-    const int config = config_of(c.fp16, dim, c.spans > 0, turn.wide);
+    const int config = config_of(c.fp16, dim, c.spans > 0, turn.wide, c.has_bytes());
     if (turn.wide && (c.spans == 0 || config < 0 || c.heads_q / c.heads_kv > 64)) continue;
     std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
     std::fill(problem.lse.begin(), problem.lse.end(), NAN);

@@ -12,8 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "cache_bytes.h"
 #include "case_table.h"
-#include "launch/decode_params.h"
+#include "launch/byte_decode_params.h"
 #include "tensors.h"
 
 struct DecodeCase {
@@ -28,11 +29,15 @@ struct DecodeCase {
   int left = -1, right = -1;
   float softcap = 0.f, scale = 0.f;  // 0: head_dim ^ -0.5
   bool sinks = false, descales = false;
-  bool head_major = false;  // memory order (pages, heads, slots)
-  int padding = 0;          // NaN elements after each head's columns
-  bool grows = false;       // scores grow towards the last key
-  bool lost_page = false;   // the second page of sequence 0 does not exist
-  int spans = 0;            // split_tokens; 0: none
+  bool head_major = false;          // memory order (pages, heads, slots)
+  int padding = 0;                  // NaN elements after each head's columns
+  bool grows = false;               // scores grow towards the last key
+  bool lost_page = false;           // the second page of sequence 0 does not exist
+  bool e4m3 = false, int8 = false;  // of the cache, whose rows begin at multiples of 16 elements
+  int spans = 0;                    // split_tokens; 0: none
+  bool page_descales = false, token_descales = false;
+
+  bool has_bytes() const { return e4m3 || int8; }
 };
 
 inline void set(DecodeCase& c, Field& field) {
@@ -48,7 +53,9 @@ inline void set(DecodeCase& c, Field& field) {
                      field.read("sinks", c.sinks) || field.read("descales", c.descales) ||
                      field.read("head_major", c.head_major) || field.read("padding", c.padding) ||
                      field.read("grows", c.grows) || field.read("lost_page", c.lost_page) ||
-                     field.read("spans", c.spans);
+                     field.read("e4m3", c.e4m3) || field.read("int8", c.int8) ||
+                     field.read("page_descales", c.page_descales) ||
+                     field.read("token_descales", c.token_descales) || field.read("spans", c.spans);
   if (!known) field.refuse();
 }
 
@@ -63,6 +70,8 @@ struct DecodeProblem {
   std::vector<int> table;  // (num_caches, max_pages)
   Tensor q, k, v, out;
   std::vector<float> lse, sinks, q_descale, k_descale, v_descale;
+  std::vector<float> k_key_descale, v_key_descale;  // (num_pages, tokens of one or 1, heads_kv)
+  std::vector<uint8_t> k_bytes, v_bytes;  // with 8 bits: the elements of k and v, which are numbers
 
   explicit DecodeProblem(const DecodeCase& c)
       : c(c),
@@ -111,9 +120,9 @@ struct DecodeProblem {
           uint16_t *keys = k.row(page, slot, h), *values = v.row(page, slot, h);
           for (int i = 0; i < k.dim; ++i) {
             const float x = normal(random);
-            keys[i] = to_bits(c.grows ? way * direction[i] + 0.1f * x : x, c.fp16);
+            keys[i] = stored(c.grows ? way * direction[i] + 0.1f * x : x);
           }
-          for (int i = 0; i < v.dim; ++i) values[i] = to_bits(normal(random), c.fp16);
+          for (int i = 0; i < v.dim; ++i) values[i] = stored(normal(random));
         }
       }
     }
@@ -129,6 +138,30 @@ struct DecodeProblem {
       }
     }
     if (c.lost_page) table[sequence(0).cache_idx * max_pages + 1] = num_pages;
+    if (c.has_bytes()) k_bytes = bytes_of(k), v_bytes = bytes_of(v);
+    if (!c.page_descales && !c.token_descales) return;
+    for (int i = 0; i < num_pages * descales_of_page() * c.heads_kv; ++i) {
+      k_key_descale.push_back(0.25f * std::exp(normal(random)));
+      v_key_descale.push_back(0.01f * normal(random) * std::exp(3 * normal(random)));
+    }
+  }
+
+  // The bits of a number of the cache, and the number.
+  uint16_t stored(float x) const {
+    if (c.e4m3) return e4m3_of(x);
+    if (c.int8) return int8_of(4 * x);
+    return to_bits(x, c.fp16);
+  }
+  float cached(uint16_t bits) const {
+    if (c.e4m3) return of_e4m3(static_cast<uint8_t>(bits));
+    if (c.int8) return static_cast<int8_t>(bits);
+    return to_float(bits, c.fp16);
+  }
+  int descales_of_page() const { return c.token_descales ? k.seq : 1; }
+  double key_descale(const std::vector<float>& of, int page, int slot, int head) const {
+    if (of.empty()) return 1;
+    const int tokens = descales_of_page();
+    return of[(int64_t{page} * tokens + (tokens > 1 ? slot : 0)) * c.heads_kv + head];
   }
 
   DecodeSequence sequence(int b) const {
@@ -191,8 +224,9 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
         const uint16_t* k = problem.k.row(page, slot, kv);
         x = 0;
         for (int i = 0; i < c.head_dim; ++i) {
-          x += double{to_float(q[i], c.fp16)} * to_float(k[i], c.fp16);
+          x += double{to_float(q[i], c.fp16)} * problem.cached(k[i]);
         }
+        x *= problem.key_descale(problem.k_key_descale, page, slot, kv);
       }
     }
     x *= scale;
@@ -206,22 +240,24 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
   for (double& x : p) sum += x = std::exp(x - reference);
   row.out.assign(problem.v.dim, 0.), row.bound.assign(problem.v.dim, 0.);
   for (int key = begin; key < end; ++key) {
-    const double weight = p[key - begin] / sum * value(problem.v_descale);
+    double weight = p[key - begin] / sum * value(problem.v_descale);
     if (std::isnan(weight)) {
       std::fill(row.out.begin(), row.out.end(), weight);
       break;
     }
     const auto [page, slot] = problem.place(s.cache_idx, key);
+    weight *= problem.key_descale(problem.v_key_descale, page, slot, kv);
     const uint16_t* v = problem.v.row(page, slot, kv);
     for (int i = 0; i < problem.v.dim; ++i) {
-      const double x = weight * to_float(v[i], c.fp16);
+      const double x = weight * problem.cached(v[i]);
       row.out[i] += x, row.bound[i] += std::fabs(x);
     }
   }
-  const double rounding = c.fp16 ? 0x1p-11 : 0x1p-8, score_error = 2e-6;
+  const double of_out = c.fp16 ? 0x1p-11 : 0x1p-8, of_p = c.has_bytes() ? 0x1p-11 : of_out;
+  const double score_error = 2e-6;
   for (size_t i = 0; i < row.bound.size(); ++i) {
-    const double& sum = row.bound[i];                                 // of |p v|
-    const double rounded = rounding * (sum + std::fabs(row.out[i]));  // each P, then out
+    const double& sum = row.bound[i];                                    // of |p v|
+    const double rounded = of_p * sum + of_out * std::fabs(row.out[i]);  // each P, then out
     row.bound[i] = rounded + 2 * score_error * largest * sum + 1e-6;
   }
   row.lse = sum == 0 ? -INFINITY : reference + std::log(sum);
@@ -314,48 +350,60 @@ inline std::vector<DecodeRow> reference_rows(DecodeProblem& p) {
 
 // The parameters of a problem. memory(tensor), memory(table): where the kernel finds it.
 template <class Memory>
-flashattn3::DecodeParams make_params(DecodeProblem& p, Memory&& memory, float* lse) {
+flashattn3::ByteDecodeParams make_params(DecodeProblem& p, Memory&& memory, float* lse) {
   const DecodeCase& c = p.c;
-  return {.q = memory(p.q),
-          .out = memory(p.out),
-          .lse = lse,
-          .q_stride = p.q.stride,
-          .out_stride = p.out.stride,
-          .lse_stride = {int64_t{p.total_q} * c.heads_q, 1, p.total_q},
-          .k = {memory(p.k), p.k.stride},
-          .v = {memory(p.v), p.v.stride},
-          .page_table = memory(p.table),
-          .cache_seqlens = memory(c.seqlens),
-          .cu_seqlens_q = memory(c.cu_q),
-          .cu_seqlens_k_new = memory(c.cu_new),
-          .cache_leftpad = memory(c.leftpad),
-          .cache_batch_idx = memory(c.cache_idx),
-          .page_table_stride = p.max_pages,
-          .q_descale = memory(p.q_descale),
-          .k_descale = memory(p.k_descale),
-          .v_descale = memory(p.v_descale),
-          .sinks = memory(p.sinks),
-          .batch = c.batch,
-          .seqlen_q = c.seqlen_q,
-          .total_q = p.total_q,
-          .seqlen_k = c.capacity,
-          .seqlen_new = c.seqlen_new,
-          .num_heads_q = c.heads_q,
-          .num_heads_kv = c.heads_kv,
-          .head_dim = c.head_dim,
-          .head_dim_v = p.v.dim,
-          .num_caches = p.num_caches,
-          .num_pages = p.num_pages,
-          .page_size = c.page_size,
-          .capacity = c.capacity,
-          .softmax_scale = c.scale != 0.f ? c.scale : 1.f / std::sqrt(float(c.head_dim)),
-          .softcap = c.softcap,
-          .window_left = c.left,
-          .window_right = c.right,
-          .split_tokens = c.spans,
-          .whole_tiles = false,
-          .num_sms = 0,
-          .workspace = nullptr,
-          .counters = nullptr,
-          .pdl = false};
+  const auto data = [&](Tensor& tensor, const std::vector<uint8_t>& bytes) {
+    return c.has_bytes() ? static_cast<const void*>(memory(bytes) + kGuard)
+                         : static_cast<const void*>(memory(tensor));
+  };
+  const auto key_descale = [&](const std::vector<float>& of) -> flashattn3::KeyDescaleParams {
+    const int tokens = p.descales_of_page();
+    const flashattn3::Strides stride{int64_t{tokens} * c.heads_kv, tokens > 1 ? c.heads_kv : 0, 1};
+    return {of.empty() ? nullptr : memory(of), stride};
+  };
+  return {{.q = memory(p.q),
+           .out = memory(p.out),
+           .lse = lse,
+           .q_stride = p.q.stride,
+           .out_stride = p.out.stride,
+           .lse_stride = {int64_t{p.total_q} * c.heads_q, 1, p.total_q},
+           .k = {data(p.k, p.k_bytes), p.k.stride},
+           .v = {data(p.v, p.v_bytes), p.v.stride},
+           .page_table = memory(p.table),
+           .cache_seqlens = memory(c.seqlens),
+           .cu_seqlens_q = memory(c.cu_q),
+           .cu_seqlens_k_new = memory(c.cu_new),
+           .cache_leftpad = memory(c.leftpad),
+           .cache_batch_idx = memory(c.cache_idx),
+           .page_table_stride = p.max_pages,
+           .q_descale = memory(p.q_descale),
+           .k_descale = memory(p.k_descale),
+           .v_descale = memory(p.v_descale),
+           .sinks = memory(p.sinks),
+           .batch = c.batch,
+           .seqlen_q = c.seqlen_q,
+           .total_q = p.total_q,
+           .seqlen_k = c.capacity,
+           .seqlen_new = c.seqlen_new,
+           .num_heads_q = c.heads_q,
+           .num_heads_kv = c.heads_kv,
+           .head_dim = c.head_dim,
+           .head_dim_v = p.v.dim,
+           .num_caches = p.num_caches,
+           .num_pages = p.num_pages,
+           .page_size = c.page_size,
+           .capacity = c.capacity,
+           .softmax_scale = c.scale != 0.f ? c.scale : 1.f / std::sqrt(float(c.head_dim)),
+           .softcap = c.softcap,
+           .window_left = c.left,
+           .window_right = c.right,
+           .split_tokens = c.spans,
+           .whole_tiles = false,
+           .num_sms = 0,
+           .workspace = nullptr,
+           .counters = nullptr,
+           .pdl = false},
+          key_descale(p.k_key_descale),
+          key_descale(p.v_key_descale),
+          c.int8};
 }

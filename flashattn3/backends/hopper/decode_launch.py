@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.cache_descales import OF_KEYS
 from ...call.cached import DecodeTensors
-from ...call.dtypes import NAMES, SIXTEEN_BIT
+from ...call.dtypes import EIGHT_BIT, NAMES, SIXTEEN_BIT
 from ..base import CachedOperators, score_factor_reason
 from .kernel_configs import (
     CACHED_CONFIGS,
@@ -21,6 +21,7 @@ from .kernel_configs import (
     MAX_HEAD_DIM,
     DecodeConfig,
     ForwardConfig,
+    select_byte_decode_config,
     select_cached_forward_config,
     select_decode_config,
 )
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from ..device import DeviceInfo
     from .library import Library
 
-ALIGNED = 8  # elements of 16 bits in 16 bytes, which a thread copies at once
+ALIGNED_BYTES = 16  # which a thread copies at once
+ALIGNED = ALIGNED_BYTES // 2  # elements of 16 bits
 # Packed rows up to which a cached call runs on a decode kernel, which reads K and V once for each
 # DECODE_TILE_ROWS rows, of all heads of a KV head. Reading them takes longer than multiplying up to
 # about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
@@ -145,7 +147,7 @@ class DecodeLaunch:
         """See ``CachedLaunch``. None where a plan depends on more than CACHED_PLAN
         (call/tensor_fields.py) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
-        alike = problem.given <= _KEPT_WITH
+        alike = problem.given <= _KEPT_WITH and not reads_bytes(problem)
         alike = alike and (problem.rows <= DECODE_ROWS or problem.split_tokens is not None)
         if library.keep_decode is None or not alike or problem.misaligned:
             return None
@@ -193,14 +195,19 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
     """Why no decode kernel takes the problem, or None."""
     if problem.dtype not in SIXTEEN_BIT:
         return f"computes in float16 and bfloat16, not in {problem.dtype}"
-    if problem.cache_dtype != problem.dtype:
-        return f"reads caches of q's dtype, {problem.dtype}, not {problem.cache_dtype}"
-    if (reason := descale_reason(problem)) is not None:
-        return reason
+    if reads_bytes(problem):
+        if problem.split_tokens:
+            return "cuts caches of 8 bits into equal shares of all SMs, not into spans"
+    else:
+        if problem.cache_dtype != problem.dtype:
+            return f"reads caches of q's dtype, {problem.dtype}, not {problem.cache_dtype}"
+        if (reason := descale_reason(problem)) is not None:
+            return reason
+    aligned = ALIGNED_BYTES // problem.cache_dtype.itemsize
     for name in ("head_dim", "head_dim_v"):
         size = getattr(problem, name)
-        if size > MAX_HEAD_DIM or size % ALIGNED:
-            limits = f"multiples of {ALIGNED} up to {MAX_HEAD_DIM}"
+        if size > MAX_HEAD_DIM or size % aligned:
+            limits = f"multiples of {aligned} up to {MAX_HEAD_DIM}"
             return f"takes head dims that are {limits}, {name} is {size}"
     caches = sorted(problem.misaligned - {"q"})
     if caches:
@@ -215,6 +222,11 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
     return score_factor_reason(problem, 100, torch.float32)
 
 
+def reads_bytes(problem: DecodeProblem) -> bool:
+    """Whether the cache has 8 bits, which kernels of their own widen to fp16."""
+    return problem.cache_dtype in EIGHT_BIT
+
+
 def descale_reason(problem: DecodeProblem | AppendProblem) -> str | None:
     """Why no kernel reads the descales of a problem's caches, or None."""
     for name in ("k_descale", "v_descale"):
@@ -227,6 +239,8 @@ def descale_reason(problem: DecodeProblem | AppendProblem) -> str | None:
 def config_of(problem: DecodeProblem) -> DecodeConfig:
     """The decode kernel of a problem that is not unfit."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
+    if reads_bytes(problem):
+        return select_byte_decode_config(NAMES[problem.dtype], head_dim)
     of, spans = (NAMES[problem.dtype], head_dim), problem.split_tokens is not None
     if spans and problem.rows > DECODE_ROWS and problem.qhead_per_kvhead <= DECODE_TILE_ROWS:
         # Both kernels give a row the same bits.
@@ -248,6 +262,8 @@ def forward_reason(problem: DecodeProblem) -> str | None:
         return f"split_tokens={problem.split_tokens}"
     if problem.rows <= DECODE_ROWS:
         return f"up to {DECODE_ROWS} packed rows"
+    if reads_bytes(problem):
+        return "forward kernels read caches of q's dtype"
     given = sorted(problem.given & _NAMES_TO_CONVERT - {"sinks"})
     if given:
         return f"forward kernels take no {given[0]}"
@@ -299,5 +315,6 @@ def _converted(problem: DecodeProblem, tensors: DecodeTensors, copies_q: bool) -
     if copies_q:
         changed["q"] = tensors.q.clone(memory_format=torch.contiguous_format)
     for name in _NAMES_TO_CONVERT & problem.given:
-        changed[name] = getattr(tensors, name).float().contiguous()
+        if getattr(problem, name, None) not in OF_KEYS:  # those of keys are read where they lie
+            changed[name] = getattr(tensors, name).float().contiguous()
     return tensors._replace(**changed)

@@ -132,6 +132,8 @@ class DecodeConfig(NamedTuple):
         kernel, for calls of any number of rows.
     row_tiles: tiles of DECODE_TILE_ROWS rows of a CTA, one for each MMA warpgroup if there are
         several: then every warpgroup takes all keys, else they take them in turn.
+    num_byte_tiles: of a cache of 8 bits: K and V tiles in flight before they are widened to fp16;
+        0: the cache has q's dtype.
     measured: as for ForwardConfig.
     """
 
@@ -146,13 +148,15 @@ class DecodeConfig(NamedTuple):
     num_consumers: int
     spans: bool = False
     row_tiles: int = 1
+    num_byte_tiles: int = 0
     measured: str = ""
 
     @property
     def name(self) -> str:
+        dtypes = f"{self.dtype}{'_bytes' * (self.num_byte_tiles > 0)}"
         rows = f"{self.row_tiles}x" * (self.row_tiles > 1)
         tile = f"{rows}{self.block_n}x{self.num_stages}"
-        return f"decode_{self.dtype}_d{self.head_dim}_{tile}{'_spans' * self.spans}"
+        return f"decode_{dtypes}_d{self.head_dim}_{tile}{'_spans' * self.spans}"
 
     @property
     def warp_kernel_rows(self) -> int:
@@ -344,6 +348,17 @@ DECODE_CONFIGS += tuple(
     for tile in ((64, 64, 8, 8, 2, 3), (128, 64, 4, 4, 2, 3))
     for dtype in SIXTEEN_BIT
 )
+BYTE_DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-27"
+# For caches of 8 bits beside q of 16: the same, and num_byte_tiles
+BYTE_DECODE_CONFIGS = tuple(
+    DecodeConfig(dtype, *tile, num_byte_tiles=byte_tiles, measured=BYTE_DECODE_MEASURED)
+    for *tile, byte_tiles in (
+        (64, 64, 2, 2, 1, 1, 10),
+        (128, 64, 1, 1, 1, 1, 4),
+        (256, 32, 1, 1, 1, 2, 7),
+    )
+    for dtype in SIXTEEN_BIT
+)
 
 CACHED_FORWARD_MEASURED = "H100 80GB HBM3, forward_check --time cached, 2026-11-24"
 # Forward kernels of cached calls: head dim, block_m, block_n, num_stages, num_mma_warpgroups,
@@ -363,7 +378,7 @@ CACHED_FORWARD_CONFIGS = tuple(
 # GPU has run it yet, and only calls with backend="hopper" do.
 APPEND_MEASURED = "H100 80GB HBM3, benchmarks/append_time.py, 2026-11-24"
 # All kernels of cached calls, in the order of the registry.
-CACHED_CONFIGS = (*DECODE_CONFIGS, *CACHED_FORWARD_CONFIGS)
+CACHED_CONFIGS = (*DECODE_CONFIGS, *CACHED_FORWARD_CONFIGS, *BYTE_DECODE_CONFIGS)
 
 
 def all_configs() -> tuple[KernelConfig, ...]:
@@ -451,6 +466,17 @@ def select_decode_config(
         for config in DECODE_CONFIGS
         if (config.dtype, config.spans, config.row_tiles > 1) == (dtype, spans, many_rows)
         and config.head_dim >= head_dim
+    ]
+    return min(fitting, key=lambda config: config.head_dim, default=None)
+
+
+def select_byte_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
+    """For a cache of 8 bits: the config with the smallest sufficient head dim; None if there is
+    none."""
+    fitting = [
+        config
+        for config in BYTE_DECODE_CONFIGS
+        if config.dtype == dtype and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 

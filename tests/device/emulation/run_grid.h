@@ -12,7 +12,7 @@ inline std::function<void(bool starts)> disturb;
 inline void run_fiber() {
   kernel();
   if (!self().wgmmas.empty() || !self().gemms.empty() || !self().copies.empty() ||
-      !self().reads.empty() || !self().writes.empty()) {
+      !self().copy_groups.empty() || !self().reads.empty() || !self().writes.empty()) {
     std::printf("thread %d ended with a GEMM or a copy in flight\n", running->thread);
     std::abort();
   }

@@ -1,0 +1,40 @@
+// The arguments of a decode kernel for caches of 8 bits.
+#pragma once
+
+#include "launch/byte_decode_params.h"
+#include "launch/decode_arguments.h"
+
+namespace flashattn3 {
+
+inline decode::KeyDescales key_descales(const KeyDescaleParams& params) {
+  return {.data = params.data,
+          .page = params.stride.batch,
+          .slot = params.stride.seq,
+          .head = params.stride.head};
+}
+
+inline decode::Arguments make_byte_arguments(const ByteDecodeParams& params, const DecodeGrid& grid,
+                                             int block_n) {
+  decode::Arguments args = make_decode_arguments(params, grid, block_n, 1);
+  args.is_int8 = params.is_int8;
+  args.k_key_descales = key_descales(params.k_key_descale);
+  args.v_key_descales = key_descales(params.v_key_descale);
+  const bool of_keys = args.k_key_descales.data != nullptr || args.v_key_descales.data != nullptr;
+  // int8 has no NaN, so a descale makes scores NaN where a table may be wrong.
+  const bool may_lose = params.page_table != nullptr || params.cache_batch_idx != nullptr;
+  args.has_key_descales = of_keys || (params.is_int8 && may_lose);
+  return args;
+}
+
+// Of either kind of decode kernel.
+template <decode::Config kConfig>
+decode::Arguments arguments_of(const DecodeParams& params, const DecodeGrid& grid) {
+  if constexpr (decode::has_bytes(kConfig)) {
+    const auto& of_bytes = static_cast<const ByteDecodeParams&>(params);
+    return make_byte_arguments(of_bytes, grid, kConfig.block_n);
+  } else {
+    return make_decode_arguments(params, grid, kConfig.block_n, kConfig.row_tiles);
+  }
+}
+
+}  // namespace flashattn3

@@ -1,0 +1,39 @@
+// Emulation of csrc/ptx/cp_async_groups.cuh. A copy writes when its thread waits for its group.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "emulation.h"
+
+namespace flashattn3 {
+
+inline void copy_word_async(uint32_t to, const void* from, bool exists) {
+  uint8_t* at = emulation::shared_memory + to;
+  std::memset(at, 0xff, 4);
+  emulation::self().copies.push_back([=] {
+    if (exists) {
+      std::memcpy(at, from, 4);
+    } else {
+      std::memset(at, 0, 4);
+    }
+  });
+}
+
+inline void commit_copies() {
+  auto& self = emulation::self();
+  self.copy_groups.push_back(std::exchange(self.copies, {}));
+}
+
+template <int kCount>
+void wait_for_groups() {
+  auto& groups = emulation::self().copy_groups;
+  while (groups.size() > kCount) {
+    for (const auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
+  emulation::linger();
+}
+
+}  // namespace flashattn3
