@@ -35,8 +35,12 @@ constexpr int kWarpKernelWarps = 8;
 // A warpgroup more, one warp of which counts the CTAs: setmaxnreg is for whole warpgroups.
 constexpr int kWarpKernelThreads = 32 * (kWarpKernelWarps + 4);
 constexpr int kWarpKernelBatch = 32;
-constexpr int warp_kernel_rows(const Config& config) { return config.head_dim <= 128 ? 16 : 8; }
-constexpr int warp_block_n(const Config& config) { return 2048 / config.head_dim; }
+constexpr int warp_kernel_rows(const Config& config) {
+  return config.head_dim <= 128 && !has_bytes(config) ? 16 : 8;
+}
+constexpr int warp_block_n(const Config& config) {
+  return (has_bytes(config) ? 4096 : 2048) / config.head_dim;
+}
 
 constexpr int kBlockM = 64;  // packed query rows of a work tile
 constexpr int kSharedStorageBytes = 1024;

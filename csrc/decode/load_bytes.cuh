@@ -23,6 +23,14 @@ namespace flashattn3::decode {
 static __device__ const float kOne = 1.f;
 static __device__ const uint32_t kNaNDescale = 0x7fffffffu;
 
+// Eight numbers of 8 bits as fp16.
+template <bool kIsInt8>
+__device__ __forceinline__ uint4 widen_vector(uint2 bytes) {
+  const uint2 low = kIsInt8 ? widen_int8(bytes.x) : widen_e4m3(bytes.x);
+  const uint2 high = kIsInt8 ? widen_int8(bytes.y) : widen_e4m3(bytes.y);
+  return make_uint4(low.x, low.y, high.x, high.y);
+}
+
 template <Config kConfig>
 class WideningProducer {
   using Traits = KernelTraits<kConfig>;
@@ -211,9 +219,7 @@ class WideningProducer {
   template <bool kIsInt8>
   __device__ __forceinline__ void widen_tile(uint32_t tile) const {
     const auto widen = [](uint32_t low, uint32_t high) {
-      const uint2 a = kIsInt8 ? widen_int8(low) : widen_e4m3(low);
-      const uint2 b = kIsInt8 ? widen_int8(high) : widen_e4m3(high);
-      return make_uint4(a.x, a.y, b.x, b.y);
+      return widen_vector<kIsInt8>(make_uint2(low, high));
     };
     const uint8_t* from =
         shared_ + Traits::kByteTileOffset + oldest_ * Traits::kByteTileBytes + thread_ * 16;

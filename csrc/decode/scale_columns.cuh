@@ -6,20 +6,16 @@
 
 #include "attention/softmax.cuh"
 #include "decode/arguments.h"
+#include "decode/descale_unit.cuh"
 #include "decode/traits.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3::decode {
 
-// P is fp16, so the part's columns are in units of a power of 2, of which no descale of V is 2^15.
-// It rises with them, and O is rescaled where the running maximum rescales it too. The largest
-// descale is 2^14 units or more: weights down to 2^-28 of it are normal numbers.
 template <class Traits>
 class ScaledColumns {
   static constexpr int kCount = Traits::kBlockN / 2;
   static constexpr int kStageFloats = Traits::kBlockN;
-  static constexpr int kBias = 127;  // of a float's exponent
-  static constexpr int kLift = 14;   // log2 of the units of the largest descale
 
  public:
   __device__ __forceinline__ ScaledColumns(const Arguments& args, const uint8_t* shared,
@@ -31,7 +27,7 @@ class ScaledColumns {
     const auto* factors = reinterpret_cast<const float*>(shared_ + Traits::kRowFactorOffset);
     const int row = thread_row(static_cast<int>(threadIdx.x % 128));
     row_factor_[0] = factors[row], row_factor_[1] = factors[row + kRowStride];
-    largest_ = kLift + 1;
+    unit_.reset();
   }
 
   // Called before the stage of K is released.
@@ -60,14 +56,9 @@ class ScaledColumns {
       const float2 x = *reinterpret_cast<const float2*>(descales + register_column(i));
       largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
     }
-    const int exponent = __float_as_int(quad_max(largest)) >> 23;
-    if (exponent > largest_) {
-      const int now = min(exponent, 2 * kBias - 1);
-      const float change = exp2_approx(static_cast<float>(largest_ - now));
-      factor[0] *= change, factor[1] *= change;
-      largest_ = now;
-    }
-    const float inverse = __int_as_float((2 * kBias + kLift - largest_) << 23);
+    const float change = unit_.raise(quad_max(largest));
+    factor[0] *= change, factor[1] *= change;
+    const float inverse = unit_.inverse();
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       const float2 x = *reinterpret_cast<const float2*>(descales + register_column(i));
@@ -78,9 +69,8 @@ class ScaledColumns {
 
   __device__ __forceinline__ void end_part(float (&o)[Traits::kOutRegisters]) const {
     if (!args_.has_key_descales) return;
-    const float unit = __int_as_float((largest_ - kLift) << 23);
 #pragma unroll
-    for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= unit;
+    for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= unit_.value();
   }
 
  private:
@@ -95,7 +85,7 @@ class ScaledColumns {
   const uint8_t* shared_;
   const int warpgroup_;
   float row_factor_[2];
-  int largest_;  // biased exponent of the largest descale of V so far
+  DescaleUnit unit_;
 };
 
 }  // namespace flashattn3::decode

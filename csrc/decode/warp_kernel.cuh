@@ -127,6 +127,7 @@ class WarpKernel {
       mainloop.load(mainloop.find_place(sequence, n_block), part.kv_head);
     }
     mainloop.load_q(tile, args_.q + part.batch_idx * args_.q_batch);
+    mainloop.widen_q();
     mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), n_block,
                     Traits::kWarps * split.count);
     store_warp(o, row);

@@ -20,11 +20,13 @@ struct WarpTraits {
   static constexpr bool kPlain = kIsPlain;
   static constexpr Pages kPages = kThePages;
   static constexpr ElementType kElement = kConfig.dtype;
+  static constexpr bool kHasBytes = has_bytes(kConfig);
+  static constexpr ElementType kOperand = kHasBytes ? ElementType::kFloat16 : kElement;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kRowTiles = kTheRowTiles;
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kBlockN = warp_block_n(kConfig);
-  static constexpr int kVecs = kHeadDim / 8;       // 16-byte vectors of a row
+  static constexpr int kVecs = kHeadDim / 8;       // vectors of eight elements of a row
   static constexpr int kWarps = kWarpKernelWarps;  // that load and multiply
   static constexpr int kThreads = kWarpKernelThreads;
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.

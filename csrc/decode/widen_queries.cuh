@@ -15,27 +15,28 @@ namespace flashattn3::decode {
 constexpr int kQueryBarrier = 2;  // named; Combine has 1
 
 // Brings a bf16 row to numbers below 2^15: fp16 holds them exactly down to 2^-29 of the largest.
-// x: eight elements of a row, of which kVecs lanes have one each. Returns the factor that is left.
-template <int kVecs>
-__device__ __forceinline__ float take_power_out(uint4& x) {
-  float2 pair[4] = {unpack<ElementType::kBFloat16>(x.x), unpack<ElementType::kBFloat16>(x.y),
-                    unpack<ElementType::kBFloat16>(x.z), unpack<ElementType::kBFloat16>(x.w)};
+// x: elements of a row, of which kLanes neighbouring lanes have as many each. Returns the factor
+// that is left.
+template <int kLanes, int kCount>
+__device__ __forceinline__ float take_power_out(uint4 (&x)[kCount]) {
+  uint32_t* words = &x[0].x;
   int largest = 0;  // magnitudes are ordered as their bits, with inf and NaN above all others
 #pragma unroll
-  for (const float2& p : pair) {
+  for (int i = 0; i < 4 * kCount; ++i) {
+    const float2 p = unpack<ElementType::kBFloat16>(words[i]);
     largest = max(largest, max(__float_as_int(fabsf(p.x)), __float_as_int(fabsf(p.y))));
   }
 #pragma unroll
-  for (int distance = 1; distance < kVecs; distance *= 2) {
+  for (int distance = 1; distance < kLanes; distance *= 2) {
     largest = max(largest, __shfl_xor_sync(~0u, largest, distance));
   }
   const int exponent = max(largest >> 23, 20);  // both factors are normal numbers
   const float factor = __int_as_float((268 - exponent) << 23);
 #pragma unroll
-  for (float2& p : pair) p.x *= factor, p.y *= factor;
-  constexpr ElementType kTo = ElementType::kFloat16;
-  x = make_uint4(pack<kTo>(pair[0].x, pair[0].y), pack<kTo>(pair[1].x, pair[1].y),
-                 pack<kTo>(pair[2].x, pair[2].y), pack<kTo>(pair[3].x, pair[3].y));
+  for (int i = 0; i < 4 * kCount; ++i) {
+    const float2 p = unpack<ElementType::kBFloat16>(words[i]);
+    words[i] = pack<ElementType::kFloat16>(p.x * factor, p.y * factor);
+  }
   return __int_as_float((exponent - 14) << 23);
 }
 
@@ -53,11 +54,11 @@ __device__ __forceinline__ void widen_queries(const Arguments& args, uint8_t* sh
 #pragma unroll 2
   for (int i = 0; i < kBlockM / kStep; ++i) {
     const int row = first + i * kStep;
-    uint4 x = make_uint4(0, 0, 0, 0);
+    uint4 x[1] = {};
     float factor = 1.f;
     if (i * kStep < tile.num_rows()) {  // the same in all threads
       if (tile.has(row) && vec * 8 < args.head_dim) {
-        x = *reinterpret_cast<const uint4*>(
+        x[0] = *reinterpret_cast<const uint4*>(
             q + (sequence.first_query + tile.query_of(row)) * args.q_seq +
             tile.head_of(row) * args.q_head);
       }
@@ -65,7 +66,7 @@ __device__ __forceinline__ void widen_queries(const Arguments& args, uint8_t* sh
         factor = take_power_out<kVecs>(x);
       }
     }
-    *reinterpret_cast<uint4*>(shared + swizzled<kBlockM>(Traits::kQOffset, row, vec)) = x;
+    *reinterpret_cast<uint4*>(shared + swizzled<kBlockM>(Traits::kQOffset, row, vec)) = x[0];
     if (vec == 0) factors[row] = factor;
   }
   fence_async_proxy();

@@ -28,12 +28,12 @@ inline decode::Arguments make_byte_arguments(const ByteDecodeParams& params, con
 
 // Of either kind of decode kernel.
 template <decode::Config kConfig>
-decode::Arguments arguments_of(const DecodeParams& params, const DecodeGrid& grid) {
+decode::Arguments arguments_of(const DecodeParams& params, const DecodeGrid& grid,
+                               int block_n = kConfig.block_n) {
   if constexpr (decode::has_bytes(kConfig)) {
-    const auto& of_bytes = static_cast<const ByteDecodeParams&>(params);
-    return make_byte_arguments(of_bytes, grid, kConfig.block_n);
+    return make_byte_arguments(static_cast<const ByteDecodeParams&>(params), grid, block_n);
   } else {
-    return make_decode_arguments(params, grid, kConfig.block_n, kConfig.row_tiles);
+    return make_decode_arguments(params, grid, block_n, kConfig.row_tiles);
   }
 }
 

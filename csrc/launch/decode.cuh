@@ -60,7 +60,7 @@ void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream
     allow_shared_memory<kKernel>(kSharedBytes);
     launch_kernel(name, "", kKernel,
                   {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
-                  params.pdl, make_warp_arguments(params, grid, Traits::kBlockN));
+                  params.pdl, make_warp_arguments<kConfig>(params, grid));
   });
 }
 
@@ -71,10 +71,12 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   check_decode(name, kConfig, params);
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
-  if constexpr (kConfig.spans || decode::has_bytes(kConfig)) {
+  if constexpr (kConfig.spans) {
     launch_decode_kernel<kConfig>(name, params, stream);
   } else if (uses_warp_kernel(params, kConfig)) {
     launch_warp_kernel<kConfig>(name, params, stream);
+  } else if constexpr (decode::has_bytes(kConfig)) {
+    launch_decode_kernel<kConfig>(name, params, stream);
   } else if (is_plain(params, kConfig)) {
     launch_decode_kernel<kConfig, true>(name, params, stream);
   } else {

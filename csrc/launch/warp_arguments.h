@@ -8,6 +8,7 @@
 #include "decode/config.h"
 #include "decode/warp_traits.cuh"
 #include "decode/workspace.h"
+#include "launch/byte_arguments.h"
 #include "launch/decode_arguments.h"
 #include "launch/decode_params.h"
 
@@ -28,14 +29,15 @@ inline int most_warp_ctas(const DecodeParams& params) {
 inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& config) {
   const int64_t rows = int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
   if (params.whole_tiles || params.cu_seqlens_q != nullptr) return false;
-  if (decode::has_bytes(config)) return false;
   if (rows > decode::warp_kernel_rows(config)) return false;
   const bool one = params.batch == 1;
   if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;
   const int64_t tiles = int64_t{params.batch} * params.num_heads_kv;
   const int num_ctas = most_warp_ctas(params);
   if (tiles > (one ? num_ctas : num_ctas / 2)) return false;
-  return tiles * params.capacity * (params.head_dim + params.head_dim_v) * 2 <= kWarpKernelBytes;
+  const int bytes = decode::has_bytes(config) ? 1 : 2;
+  const int64_t of_token = int64_t{params.head_dim + params.head_dim_v} * bytes;
+  return tiles * params.capacity * of_token <= kWarpKernelBytes;
 }
 
 // The most KV blocks of a sequence in which a query sees a key.
@@ -74,9 +76,9 @@ inline int num_part_records(const DecodeParams& params, const DecodeGrid& grid) 
 }
 
 // The workspace is PartMemory.
-inline decode::Arguments make_warp_arguments(const DecodeParams& params, const DecodeGrid& grid,
-                                             int block_n) {
-  decode::Arguments args = make_decode_arguments(params, grid, block_n);
+template <decode::Config kConfig>
+decode::Arguments make_warp_arguments(const DecodeParams& params, const DecodeGrid& grid) {
+  decode::Arguments args = arguments_of<kConfig>(params, grid, decode::warp_block_n(kConfig));
   args.part_memory = static_cast<decode::PartMemory*>(params.workspace);
   args.part_records = num_part_records(params, grid);
   return args;
@@ -87,11 +89,12 @@ template <decode::Config kConfig, int kRowTiles, class Call>
 void with_warp_traits_of_rows(const DecodeParams& params, Call&& call) {
   using enum decode::Pages;
   const auto with_pages = [&]<decode::Pages kPages>() {
-    if (is_plain(params, kConfig)) {
-      call(decode::WarpTraits<kConfig, kRowTiles, kPages, true>());
-    } else {
-      call(decode::WarpTraits<kConfig, kRowTiles, kPages, false>());
+    if constexpr (!decode::has_bytes(kConfig)) {
+      if (is_plain(params, kConfig)) {
+        return call(decode::WarpTraits<kConfig, kRowTiles, kPages, true>());
+      }
     }
+    call(decode::WarpTraits<kConfig, kRowTiles, kPages, false>());
   };
   if (params.page_table == nullptr) {
     with_pages.template operator()<kNone>();

@@ -23,6 +23,16 @@ class StreamPolicy {
     return x;
   }
 
+  // The same of 8 bytes.
+  __device__ __forceinline__ uint2 load_half(const void* at) const {
+    uint2 x;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "l"(at), "l"(bits_)
+                 : "memory");
+    return x;
+  }
+
  private:
   uint64_t bits_;
 };

@@ -38,8 +38,10 @@ struct Launch {
   template <decode::Config kConfig>
   static Launch of(const DecodeParams& params) {
     void (*kernel)(const decode::Arguments) = &decode::decode_kernel<decode::KernelTraits<kConfig>>;
-    if constexpr (!kConfig.spans && !decode::has_bytes(kConfig)) {
+    if constexpr (!kConfig.spans) {
       if (uses_warp_kernel(params, kConfig)) return of_warp_kernel<kConfig>(params);
+    }
+    if constexpr (!kConfig.spans && !decode::has_bytes(kConfig)) {
       if (is_plain(params, kConfig)) {
         kernel = &decode::decode_kernel<decode::KernelTraits<kConfig, true>>;
       }
@@ -62,8 +64,7 @@ struct Launch {
                   .workspace_bytes = records > 0 ? decode::PartMemory::bytes(records) : 0,
                   .is_warp_kernel = true,
                   .arguments = [](const DecodeParams& params) {
-                    return make_warp_arguments(params, warp_grid(params, kConfig),
-                                               decode::warp_block_n(kConfig));
+                    return make_warp_arguments<kConfig>(params, warp_grid(params, kConfig));
                   }};
     with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
       launch.kernel = &decode::warp_kernel<Traits>;
