@@ -30,6 +30,7 @@ inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& c
   const int64_t rows = int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
   if (params.whole_tiles || params.cu_seqlens_q != nullptr) return false;
   if (rows > decode::warp_kernel_rows(config)) return false;
+  if (decode::warp_block_n(config) > 32) return false;  // a lane finds the place of one key
   const bool one = params.batch == 1;
   if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;
   const int64_t tiles = int64_t{params.batch} * params.num_heads_kv;
