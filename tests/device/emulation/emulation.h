@@ -70,9 +70,9 @@ struct Fiber {
   uint32_t address = 0;  // of an mbarrier
   bool (*has_come)(void* condition) = nullptr;
   void* condition = nullptr;
-  std::vector<std::function<void()>> wgmmas;              // started, not yet committed
-  std::vector<std::vector<std::function<void()>>> gemms;  // committed, not yet waited for
-  std::vector<std::function<void()>> copies;              // issued, not yet tied to a barrier
+  std::vector<std::function<void()>> wgmmas;                    // started, not yet committed
+  std::vector<std::vector<std::function<void()>>> gemms;        // committed, not yet waited for
+  std::vector<std::function<void()>> copies;                    // issued, not yet tied to a barrier
   std::vector<std::vector<std::function<void()>>> copy_groups;  // committed, not yet waited for
   // Bulk copies to global memory: that have not read shared memory; that have not written.
   std::vector<std::function<void()>> reads, writes;
