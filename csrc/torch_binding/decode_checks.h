@@ -1,0 +1,75 @@
+// Checks of the tensors of a cached call, one by one (decode_op.cpp).
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "launch/errors.h"
+#include "launch/registry.h"
+#include "torch_binding/attention_call.h"
+#include "torch_binding/decode_call.h"
+#include "torch_binding/tensors.h"
+
+namespace flashattn3 {
+
+constexpr char kName[] = "decode";
+
+inline void expect_dtype(const char* name, const Tensor& tensor, int32_t wanted, const char* text) {
+  expect(dtype_of(tensor) == wanted, kName, name, text, "another dtype");
+}
+
+inline void check_aligned(const char* name, const Tensor& tensor, int element_bytes) {
+  expect(has_aligned_rows(tensor, element_bytes), kName, name, "of rows at multiples of 16 bytes",
+         "another layout");
+}
+
+// Rows of 16-bit elements, which the kernel copies 16 bytes at a time.
+inline void check_rows(const char* name, const Tensor& tensor, ElementType dtype,
+                       const Shape& shape) {
+  expect_shape(kName, name, tensor, shape);
+  const bool fp16 = dtype == ElementType::kFloat16;
+  if (dtype_of(tensor) != (fp16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16())) {
+    const std::string what = std::string(name) + ".dtype";
+    expect(false, kName, what.c_str(), fp16 ? "fp16" : "bf16", "another dtype");
+  }
+  check_aligned(name, tensor, 2);
+}
+
+// Both caches of 8 bits, of which K's dtype is that of V.
+inline void check_byte_caches(const DecodeCall& call, const Shape& k, const Shape& v) {
+  expect_shape(kName, "k_cache", call.k_cache, k);
+  expect_shape(kName, "v_cache", call.v_cache, v);
+  const int32_t dtype = dtype_of(call.k_cache);
+  expect(dtype == aoti_torch_dtype_float8_e4m3fn() || dtype == aoti_torch_dtype_int8(), kName,
+         "k_cache.dtype", "e4m3 or int8", "another dtype");
+  expect_dtype("v_cache.dtype", call.v_cache, dtype, "that of k_cache");
+  check_aligned("k_cache", call.k_cache, 1);
+  check_aligned("v_cache", call.v_cache, 1);
+}
+
+// An optional tensor of int32 or float32, dense.
+inline void check_dense(const char* name, const std::optional<Tensor>& tensor, int32_t dtype,
+                        const Shape& shape) {
+  if (!tensor) return;
+  expect_shape(kName, name, *tensor, shape);
+  expect(dtype_of(*tensor) == dtype, kName, name,
+         dtype == aoti_torch_dtype_int32() ? "int32" : "float32", "another dtype");
+  expect(tensor->is_contiguous(), kName, name, "contiguous", "another layout");
+}
+
+// k_descale or v_descale: of heads, or of keys of a cache of 8 bits.
+inline void check_descale(const char* name, const std::optional<Tensor>& descale,
+                          const DecodeCall& call, bool of_bytes) {
+  const int64_t heads = call.num_heads_kv();
+  const bool of_keys = of_bytes && descale && descale->dim() == 3;
+  if (!of_keys) {
+    return check_dense(name, descale, aoti_torch_dtype_float32(), {2, {call.batch(), heads}});
+  }
+  const int64_t tokens = descale->size(1) == 1 ? 1 : call.k_cache.size(1);
+  expect_shape(kName, name, *descale, {3, {call.k_cache.size(0), tokens, heads}});
+  expect_dtype(name, *descale, aoti_torch_dtype_float32(), "float32");
+}
+
+}  // namespace flashattn3
