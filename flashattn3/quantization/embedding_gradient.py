@@ -29,13 +29,14 @@ class _RotateAndQuantize(torch.autograd.Function):
         sides = tuple(tensors[:3])
         found = rotate_and_quantize(sides, embedding, lengths, *how)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in found if x is not None))
+        ctx.mark_non_differentiable(*[x for x in found if x is not None])
         # A norm's gradient needs what it was given, in 16 bits; that of a rotation does not.
-        kept = (x if w is not None else None for x, w in zip(sides, embedding[:2], strict=False))
+        kept = [x if w is not None else None for x, w in zip(sides[:2], embedding[:2], strict=True)]
         tables = embedding.cos, embedding.sin, embedding.positions, lengths.cu_seqlens
         ctx.save_for_backward(*embedding[:2], *kept, *tables)
         ctx.others = embedding.interleaved, embedding.eps, lengths.max_seqlen
-        return *(x if x is None else x.new_zeros(()).expand(x.shape) for x in sides), *found
+        # Lists, because torch 2.9 traces no generator here.
+        return *[x if x is None else x.new_zeros(()).expand(x.shape) for x in sides], *found
 
     @staticmethod
     def backward(ctx, dq, dk, dv, *_):
