@@ -172,12 +172,18 @@ def test_what_changes_scores_chooses_the_kernel():
     assert terms(given._replace(bias=bias, sinks=sinks)) == (BIAS, BIAS)
     with_bias, wide = given._replace(bias=bias), qkv(192, 128)._replace(bias=bias)
     masked = with_mask(given, 2, 8)
+    rows, keys = {"q": given.q[:, :0]}, {"k": given.k[:, :0], "v": given.v[:, :0]}
+    empty = [
+        given._replace(**rows, bias=bias[..., :0, :]),
+        given._replace(**keys, bias=bias[..., :0]),
+    ]
     assert terms(masked._replace(sinks=sinks), softcap=5.0) == (NO_TERM, NO_TERM)
     for changed, options, reason in (
         (with_bias._replace(alibi_slopes=slopes), {}, "has no kernel for bias and alibi_slopes"),
         (with_bias, {"return_max_logit": True}, "has no kernel for bias and return_max_logit"),
         (with_bias, {"softcap": 5.0}, "has no kernel for bias and capped scores"),
         (wide, {}, "takes a bias up to head_dim 128"),
+        *((of_nothing, {}, "takes no bias without rows or keys") for of_nothing in empty),
         (masked._replace(alibi_slopes=slopes), {}, "has no kernel for mask and alibi_slopes"),
         (masked, {"return_max_logit": True}, "has no kernel for mask and return_max_logit"),
         (

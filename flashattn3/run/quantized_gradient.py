@@ -35,7 +35,7 @@ from ..modes import (
 )
 from .derivative import BIAS, by_tensor, gradient_of, or_zeros
 from .doors import attend
-from .operators import plan_of, returned
+from .operators import forward_watched, plan_of, returned
 
 if TYPE_CHECKING:
     from ..masks.mask import Mask
@@ -172,7 +172,7 @@ def _with_exact_rows(
     keys_before = k.shape[1] - q.shape[1]  # of the first row
     count = min(FEW_KEYS - keys_before, q.shape[1])
     if not (plain and options.causal and options.window_left < 0 and k.shape[1] > FEW_KEYS):
-        return *attend(tensors, again), dlse
+        return *_computed(tensors, again), dlse
     if count <= 0:
         return out, lse, dlse
     first = Tensors(
@@ -183,12 +183,19 @@ def _with_exact_rows(
         alibi_slopes=tensors.alibi_slopes,
         bias=None if tensors.bias is None else tensors.bias[..., :count, : count + keys_before],
     )
-    exact, exact_lse = attend(first, again)
+    exact, exact_lse = _computed(first, again)
     lse, dlse = lse.clone(), torch.zeros_like(lse) if dlse is None else dlse.clone()
     lse[..., :count] = exact_lse
     moved = (dout[:, :count].float() * (out[:, :count].float() - exact.float())).sum(-1)
     dlse[..., :count] += moved.transpose(1, 2)
     return out, lse, dlse
+
+
+def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
+    """out and lse. torch.compile refuses a backward that reads all that ``attend`` checks."""
+    if torch.compiler.is_compiling():
+        return forward_watched(tensors, options)[:2]
+    return attend(tensors, options)
 
 
 def _widened(

@@ -272,6 +272,8 @@ def score_reason(problem: Problem) -> str | None:
         return f"has no kernel of 8 bits for {terms[0]}"
     if problem.bias is not None and max(problem.head_dim, problem.head_dim_v) > LARGEST_WITH_BIAS:
         return f"takes a bias up to head_dim {LARGEST_WITH_BIAS}"
+    if problem.bias is not None and 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
+        return "takes no bias without rows or keys"
     return None
 
 
