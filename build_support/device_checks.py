@@ -19,10 +19,9 @@ def write_configs(folder: Path, check: str) -> list:
     table, kind = load_kernel_configs(), KINDS[check]
     configs = list(getattr(table, f"{kind.upper()}_CONFIGS"))
     if kind == "forward":
-        configs += table.CACHED_FORWARD_CONFIGS
+        configs += [*table.CACHED_FORWARD_CONFIGS, *forward_variants(table)]
     if kind == "decode":
         configs += table.BYTE_DECODE_CONFIGS
-        configs += forward_variants(table)
     write_if_changed(folder / f"{check}_configs.h", header(kind, configs))
     return configs
 

@@ -50,8 +50,8 @@ def _launch(name: str, source: str, index: int | None, **constants: object) -> V
     from ..backends.triton.kernels import mask_lists
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
-    options = {"num_warps": {"bits_kernel": 8, "block_kinds_kernel": 1}.get(name, 4)}
-    return VariableLaunch(getattr(mask_lists, name), 16, constants, options)
+    num_warps = {"bits_kernel": 8, "tiles_kernel": 8, "block_kinds_kernel": 1}.get(name, 4)
+    return VariableLaunch(getattr(mask_lists, name), 16, constants, {"num_warps": num_warps})
 
 
 def spans_of_documents(

@@ -102,6 +102,7 @@ inline DecodeCase random_cached_case(uint32_t seed) {
     c.cu_q[b] = c.cu_q[b - 1] + static_cast<int>(random() % (c.seqlen_q + 1));
   }
   if (!c.cu_q.empty() && c.cu_q.back() == 0) c.cu_q.clear();
-  c.sinks = c.descales = false;
+  c.sinks = c.descales = c.page_descales = c.token_descales = c.e4m3 = c.int8 = false;
+  c.spans = 0;
   return c;
 }
