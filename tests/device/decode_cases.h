@@ -170,7 +170,7 @@ inline DecodeCase random_decode_case(uint32_t seed, int most) {
     if (one_in(3)) c.spans = pick({128, 128, 256, 384});
     c.lost_page = c.page_size > 0 && pages > 1 && c.cache_idx.empty() && one_in(6);
     if (const int bytes = below(4); bytes < 2) {
-      (bytes == 0 ? c.e4m3 : c.int8) = true;
+      (bytes == 0 ? c.e4m3 : c.int8) = true, c.spans = 0;
       c.page_descales = one_in(3), c.token_descales = !c.page_descales && one_in(2);
       c.head_dim = (c.head_dim + 15) / 16 * 16, c.head_dim_v = (c.head_dim_v + 15) / 16 * 16;
       c.padding *= 2;
