@@ -102,11 +102,11 @@ struct Arguments {
   PartMemory* part_memory;
   int part_records;    // of part_memory; 0: no work tile has several CTAs
   Counters* counters;  // null with whole_tiles
-  // Of kernels with spans: KV blocks of a span, and each CTA's slots for partial results
-  // (spans.cuh).
+  // Kernels with spans read how many KV blocks a span has, and how many slots for partial results
+  // each CTA has (spans.cuh).
   int span_blocks, span_slots;
 
-  // Of a cache of 8 bits; `data` of k and v then has bytes.
+  // A cache of 8 bits has these; `data` of k and v then points to bytes.
   bool is_int8;           // else e4m3
   bool has_key_descales;  // columns of S and P are multiplied by them
   KeyDescales k_key_descales, v_key_descales;

@@ -55,7 +55,7 @@ constexpr int num_turns(const Config& config) { return config.num_consumers / co
 constexpr int span_step(const Config& config) { return config.spans ? num_turns(config) : 0; }
 
 constexpr int row_bytes(const Config& config) { return config.head_dim * 2; }
-// Of one tile of rows.
+// One tile of rows of Q takes these bytes.
 constexpr int q_tile_bytes(const Config& config) { return kBlockM * row_bytes(config); }
 constexpr int kv_tile_bytes(const Config& config) { return config.block_n * row_bytes(config); }
 
@@ -66,8 +66,8 @@ constexpr int exchange_bytes(const Config& config) {
   return kBlockM * config.head_dim * 4 + 128 * 16;
 }
 
-// Of a cache of 8 bits: its tiles and their descales, the descales of the stages, and a factor of
-// each row of Q.
+// A cache of 8 bits takes more shared memory: its tiles and their descales, the descales of the
+// stages, and a factor of each row of Q.
 constexpr int byte_tile_bytes(const Config& config) { return config.block_n * config.head_dim; }
 constexpr int tile_descale_bytes(const Config& config) { return config.block_n * 4; }
 constexpr int widening_bytes(const Config& config) {

@@ -1,5 +1,5 @@
-// What widening Q and a cache of 8 bits leaves to the scores and probabilities: factors of rows of
-// S, and descales of keys, which multiply columns of S and of P.
+// After Q and a cache of 8 bits are widened, factors multiply rows of S, and descales of keys
+// multiply columns of S and of P.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,8 @@ struct KernelTraits {
   static constexpr bool kPlain = kIsPlain;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr bool kHasBytes = has_bytes(kConfig);
-  // Of the operands in shared memory. fp16 holds all numbers of 8 bits, and Q with a factor.
+  // The operands in shared memory have this type: fp16 holds all numbers of 8 bits, and Q with a
+  // factor.
   static constexpr ElementType kOperand = kHasBytes ? ElementType::kFloat16 : kElement;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kBlockN = kConfig.block_n;

@@ -1,4 +1,4 @@
-// What a warp kernel has for a cache of 8 bits: it widens K and V to fp16 as an MMA reads them.
+// A warp kernel widens K and V of a cache of 8 bits to fp16 in the registers that an MMA reads.
 // Each row of Q is fp16 numbers and a factor of S, and descales of keys multiply columns of S and
 // of P (scale_columns.cuh).
 #pragma once

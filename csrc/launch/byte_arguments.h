@@ -26,7 +26,7 @@ inline decode::Arguments make_byte_arguments(const ByteDecodeParams& params, con
   return args;
 }
 
-// Of either kind of decode kernel.
+// The arguments of a decode kernel, whose cache has 8 bits or q's dtype.
 template <decode::Config kConfig>
 decode::Arguments arguments_of(const DecodeParams& params, const DecodeGrid& grid,
                                int block_n = kConfig.block_n) {
