@@ -63,6 +63,15 @@ def load_embedded(
 
 
 @triton.jit
+def positions_of(positions_ptr, row, tokens, length):
+    """Positions of a sequence, whose first row is `row`: those given, else its tokens."""
+    position = tokens
+    if positions_ptr is not None:
+        position = tl.load(positions_ptr + row + tokens, mask=tokens < length, other=0)
+    return position
+
+
+@triton.jit
 def quantize_embedded(
     x_ptr,
     data_ptr,
@@ -102,9 +111,7 @@ def quantize_embedded(
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_D)
     row = (0 if VARLEN else batch * seqlen) + start
-    position = tokens
-    if positions_ptr is not None:
-        position = tl.load(positions_ptr + row + tokens, mask=tokens < length, other=0)
+    position = positions_of(positions_ptr, row, tokens, length)
     source = x_ptr + batch * x_stride_b + head * x_stride_h + start * x_stride_s
     x = load_embedded(source, x_stride_s, tokens, length, columns, weight_ptr, cos_ptr, sin_ptr,
                       position, table_stride, num_positions, eps, HEAD_DIM, BLOCK_D, HALF,
@@ -299,9 +306,7 @@ def rotate_block(
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.arange(0, BLOCK_D)
     row = (0 if VARLEN else batch * seqlen) + start
-    position = tokens
-    if positions_ptr is not None:
-        position = tl.load(positions_ptr + row + tokens, mask=tokens < length, other=0)
+    position = positions_of(positions_ptr, row, tokens, length)
     source = x_ptr + batch * stride_b + head * stride_h + start * stride_s
     x = load_embedded(
         source, stride_s, tokens, length, columns, None, cos_ptr, sin_ptr, position,
