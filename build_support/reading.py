@@ -3,8 +3,9 @@
 ``python -m build_support.reading`` prints the files and lines of the main loop and of the whole
 forward, and the files that q crosses; tests/test_format.py holds the sizes that csrc/README.md
 promises. A file counts if the first one includes it, directly or not. csrc/ptx does not count (one
-instruction family per file), nor do the headers of 8-bit inputs, of a bias, of the largest score
-and of listed masks, whose records and calls the others hold.
+instruction family per file), nor do the headers of options that a plain kernel config lacks: 8-bit
+inputs, capped scores, slopes, a bias, the largest score and listed masks. The others hold their records
+and call their hooks, which leave a plain config's scores alone.
 """
 
 from __future__ import annotations
@@ -15,19 +16,26 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 OTHER_CONFIGS = {
+    "attention/alibi.cuh",
     "attention/bias.cuh",
     "attention/largest_score.cuh",
     "attention/list_sizes.h",
     "attention/mask_lists.cuh",
-    "forward/load_listed.cuh",
+    "attention/score_term.h",
+    "attention/tanh.cuh",
     "attention/descale.cuh",
+    "forward/block_rotation.cuh",
+    "forward/listed_work_tile.cuh",
+    "forward/load_listed.cuh",
+    "forward/option_arguments.h",
     "forward/quantized_arguments.h",
+    "forward/score_options.cuh",
     "forward/single_key.cuh",
     "tile/permuted_v.h",
     "tile/permuted_v_tile.cuh",
 }
 # The kernel's arguments hold these records; the main loop reads none of them.
-NOT_IN_MAIN_LOOP = {"attention/seqlen.cuh", "attention/tile_scheduler.cuh"}
+NOT_IN_MAIN_LOOP = {"attention/seqlen.cuh", "attention/sinks.cuh", "attention/tile_scheduler.cuh"}
 
 # The files that q crosses from flash_attn_func to the instruction: each passes q, its address or
 # its place in shared memory on to the next one.

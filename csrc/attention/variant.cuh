@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "attention/block_list.cuh"
-#include "ptx/approximations.cuh"
+#include "attention/tanh.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3 {
@@ -28,19 +28,6 @@ struct UniformScale {
     return fmaf(score, factor, -row_max);
   }
 };
-
-// Returns tanh(x) for the argument 2 * log2(e) * x, with a relative error of 2e-6, which matters
-// since a cap may be far above the scores. 1 - 2 / (1 + e^(2 x)) has an absolute error of about
-// 1e-7; small x use the series.
-__device__ __forceinline__ float tanh_of_scaled(float x) {
-  constexpr float kUnit = 0.346573590f;  // ln(2) / 2
-  constexpr float kThird = -kUnit * kUnit * kUnit / 3.f;
-  constexpr float kFifth = -kThird * kUnit * kUnit * 0.4f;
-  const float square = x * x;
-  const float series = x * fmaf(square, fmaf(square, kFifth, kThird), kUnit);
-  const float reciprocal = reciprocal_approx(1.f + exp2_approx(x));
-  return fabsf(x) < 0.5f ? series : fmaf(-2.f, reciprocal, 1.f);
-}
 
 // Scores become tanh(score / softcap), to which scale.factor applies.
 template <int kCount>

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "attention/alibi.cuh"
-#include "attention/mask_lists.cuh"
 #include "attention/seqlen.cuh"
 #include "attention/sinks.cuh"
 #include "attention/tile_scheduler.cuh"
@@ -40,20 +39,6 @@ struct Arguments {
   Sinks sinks;
   Slopes slopes;     // read by kernel configs with slopes
   float* max_logit;  // (num_heads_q), initially -inf; null: not written; of ScoreTerm::kLargest
-};
-
-// Additional arguments of kernel configs with a bias.
-struct BiasArguments : Arguments {
-  // (seqlen_k, seqlen_q, heads, batch), innermost first; boxes of 64 columns x block_m rows.
-  CUtensorMap bias;
-  // 0 where one head, or one sequence, of the bias serves all; else 1.
-  int heads_differ, sequences_differ;
-  int batch;
-};
-
-// Additional arguments of kernel configs whose mask is lists of blocks.
-struct ListedArguments : Arguments {
-  MaskLists lists;  // of queries
 };
 
 }  // namespace flashattn3::forward

@@ -3,7 +3,6 @@
 // to the 64 query rows of its warpgroup. traits.cuh lists the barriers and their arrivals.
 #pragma once
 
-#include "attention/bias.cuh"
 #include "attention/block_list.cuh"
 #include "attention/mask_lists.cuh"
 #include "forward/arguments.h"
@@ -40,10 +39,6 @@ class ConsumerPipeline {
     k_base_ = smem_desc_low(base, 16) + Traits::kKOffset / 16;
     const int v_atom_stride = Traits::kQuantized ? kCoreBytes : v_strides().atom * 16;
     v_base_ = smem_desc_low(base, v_atom_stride) + Traits::kVOffset / 16;
-    if constexpr (Traits::kBias) {
-      bias_row_ = base + Traits::kBiasOffset + threadIdx.x / 32 * kRowsOfWarp * 128 +
-                  staged_row_of_lane(threadIdx.x % 32);
-    }
   }
 
   // This warpgroup's share of a work tile.
@@ -117,14 +112,6 @@ class ConsumerPipeline {
     return cute::cast_smem_ptr_to_uint(shared_) + Traits::kKOffset + at.index() * Traits::kKBytes;
   }
 
-  // Scores become score * factor + bias, of the tile at a stage.
-  template <class Scores>
-  __device__ __forceinline__ void add_bias(Scores& s, float factor,
-                                           const PipelineState<kStages>& at) const {
-    flashattn3::add_bias<kElement, kBlockN>(s, factor, bias_row_ + at.index() * Traits::kBiasBytes,
-                                            Traits::kBlockM * 128);
-  }
-
   static __device__ __forceinline__ void rescale(Out& o, const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
@@ -192,7 +179,6 @@ class ConsumerPipeline {
   uint8_t* shared_;
   int warpgroup_;
   uint32_t q_base_, k_base_, v_base_;
-  uint32_t bias_row_;  // of this lane in the tile at stage 0, with a bias
   PipelineState<Storage::kTileBuffers> tile_{0};
   PipelineState<Traits::kQBuffers> q_{0};
   PipelineState<kStages> kv_{0};  // K and V share one PipelineState

@@ -9,6 +9,7 @@
 
 #include "forward/arguments.h"
 #include "forward/epilogue.cuh"
+#include "forward/listed_work_tile.cuh"
 #include "forward/load.cuh"
 #include "forward/mainloop.cuh"
 #include "forward/traits.cuh"

@@ -13,7 +13,7 @@
 
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
-#include "forward/arguments.h"
+#include "forward/block_rotation.cuh"
 #include "forward/load_listed.cuh"
 #include "forward/traits.cuh"
 #include "tile/permuted_v_tile.cuh"

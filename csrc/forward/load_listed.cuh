@@ -2,8 +2,7 @@
 #pragma once
 
 #include "attention/mask_lists.cuh"
-#include "forward/arguments.h"
-#include "forward/traits.cuh"
+#include "forward/listed_work_tile.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flashattn3::forward {

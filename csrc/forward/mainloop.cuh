@@ -3,7 +3,7 @@
 //   load      wait_for_k(), wait_for_v(): load.cuh has filled the stage
 //   QK^T      gemm_qk() starts S
 //   softmax   Variant::transform(), the bias of a config that has one, then exponents relative to
-//             row_max, with the slopes of a config that has them (alibi.cuh), and their sums
+//             row_max, with the slopes of a config that has them, and their sums
 //   mask      mask() of the exponents, unless the block is full
 //   PV        gemm_pv() starts O += P V
 //   epilogue  store_rows() stores O over the row sums, and lse (epilogue.cuh)
@@ -14,38 +14,22 @@
 // tensor cores run GEMMs of the others (as in FlashAttention-3's ping-pong).
 #pragma once
 
-#include <type_traits>
-
-#include "attention/alibi.cuh"
 #include "attention/softmax.cuh"
 #include "attention/variant.cuh"
 #include "forward/consumer_pipeline.cuh"
+#include "forward/score_options.cuh"
 
 namespace flashattn3::forward {
 
 template <Config kConfig, class Storage>
-class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
+class Mainloop : protected ScoreOptions<kConfig, Storage> {
  protected:
-  using Base = ConsumerPipeline<kConfig, Storage>;
+  using Base = ScoreOptions<kConfig, Storage>;
   using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_;
   using typename Base::Out, typename Base::Probabilities, typename Base::Traits;
-  using typename Base::Tile, typename Base::Work;
-
-  using Scores = float[kBlockN / 2];
-  static constexpr bool kHasSlopes = has_slopes(Traits::kConfig.term);
-  static constexpr bool kLooks = Traits::kConfig.term == ScoreTerm::kLargest;
-  using Largest = std::conditional_t<kLooks, LargestScore, NoScore>;
-  using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked, Largest>;
+  using typename Base::Scores, typename Base::Softmax, typename Base::Work;
 
   using Base::Base;
-
-  // Called before the first QK GEMM of a work tile, for what it reads from device memory.
-  __device__ __forceinline__ void begin_tile(const Tile& tile) {
-    if constexpr (kHasSlopes) {
-      const int head = tile.head_of(this->warpgroup_);
-      term_.set_slope(args_.slopes.any() ? args_.slopes.at(tile.batch_idx, head) : 0.f);
-    }
-  }
 
   // Load and QK^T of the first block. at: stage of the work tile's first K.
   __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
@@ -64,22 +48,18 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
-    const UniformScale scale = exponent_scale();
-    if constexpr (kHasSlopes) {
-      const Tile& tile = this->tile();
-      term_.set_rows(uniform(this->warp_first_row() + tile.num_keys - tile.num_rows));
-      at.rotation = uniform(rotation_of<kConfig>(args_, tile));
-    }
+    const UniformScale scale = this->exponent_scale();
+    this->begin_walk(at);
     if constexpr (!Traits::kBias && !Traits::kListed) this->release_k(kv_);
     int highest[2];
     float unused[2];
-    exponents(s, softmax, term_.exact(scale, this->first_key(at)), kv_, highest);
+    exponents(s, softmax, this->exact(scale, at), kv_, highest);
     if constexpr (Traits::kBias) this->release_k(kv_);  // the tile of the bias is released with it
     this->mask(s, at, kv_);
     if constexpr (Traits::kListed) this->release_k(kv_);  // so are the tiles of bits
     softmax.rescale(s, unused);
     softmax.exponentiate(s);
-    take_largest(s, softmax);
+    this->take_largest(s, softmax);
     pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Traits::kOutOverQ) this->release_staged_q();
 
@@ -134,52 +114,13 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at), this->v_strides());
   }
 
-  // Converts what transform() and add_bias() leave to exponents.
-  __device__ __forceinline__ UniformScale exponent_scale() const {
-    constexpr float kLog2e = 1.44269504088896f;
-    if constexpr (Traits::kBias) return {kLog2e};
-    return args_.variant.exponents();
-  }
-
-  // Adds the tile of the bias at a K stage, if the kernel config has one.
-  __device__ __forceinline__ void add_term(Scores& s, PipelineState<kStages> at) const {
-    if constexpr (Traits::kBias) this->add_bias(s, args_.variant.exponents().factor, at);
-  }
-
   // Converts scores to exponents relative to row_max.
   template <class Scale>
   __device__ __forceinline__ void exponents(Scores& s, const Softmax& softmax, const Scale& scale,
                                             PipelineState<kStages> kv, int (&highest)[2]) const {
     args_.variant.transform(s);
-    add_term(s, kv);
+    this->add_bias(s, kv);
     softmax.subtract_row_max(s, scale, highest);
-  }
-
-  // OnlineSoftmax::exponentiate_at_once, for a block that no row of the warp has its position in.
-  __device__ __forceinline__ auto exponentiate_at_once(Scores& s, Softmax& softmax,
-                                                       UniformScale scale,
-                                                       PipelineState<kStages> kv,
-                                                       const BlockWalk& at) const {
-    if constexpr (Traits::kListed) {
-      if (!at.is_full()) return softmax.exponentiate_at_once(s, scale, this->bits_of(at, kv));
-    }
-    if constexpr (kHasSlopes) {
-      if (term_.any()) {
-        return softmax.exponentiate_at_once(s, term_.linear(scale, this->first_key(at)));
-      }
-    }
-    return softmax.exponentiate_at_once(s, scale);
-  }
-
-  // Takes the block's largest score from its probabilities.
-  __device__ __forceinline__ void take_largest(const Scores& p, Softmax& softmax) const {
-    if constexpr (kLooks) {
-      const Tile& tile = this->tile();
-      float* const of_head =
-          args_.max_logit == nullptr ? nullptr : args_.max_logit + tile.head_of(this->warpgroup_);
-      softmax.largest.take(p, softmax.row_max, of_head, tile.num_rows - this->warp_first_row(),
-                           Softmax::kLargestSum / 2);
-    }
   }
 
   // Converts scores to probabilities and releases K. Returns whether the warp must rescale O.
@@ -193,14 +134,11 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     } else if constexpr (Traits::kMasked) {
       exact = exact || !at.is_full() || softmax.warp_has_unseen();
     }
-    exact = exact || term_.is_crossed(this->first_key(at));
-    if constexpr (Traits::kBias) {
-      if (!exact) add_term(s, kv);
-    }
+    exact = exact || this->needs_exact(at);
     typename Softmax::Outcome outcome{.above = true};
-    if (!exact) outcome = exponentiate_at_once(s, softmax, scale, kv, at);
+    if (!exact) outcome = this->exponentiate_at_once(s, softmax, scale, kv, at);
     // Without it ptxas keeps what the search reads in registers of its own: 100 moves a block.
-    if constexpr (kLooks) warpgroup_fence_operand(s);
+    if constexpr (Softmax::kTracks) warpgroup_fence_operand(s);
     if (exact || outcome.overflow) {
       warpgroup_fence_operand(s);
       if (!exact) {  // exponentiate_at_once has overwritten S
@@ -214,7 +152,7 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
       softmax.exponentiate(s);
       outcome.above = true;
     }
-    if (Softmax::kTracks && outcome.above) take_largest(s, softmax);
+    if (Softmax::kTracks && outcome.above) this->take_largest(s, softmax);
     this->release_k(kv);
     return change;
   }
@@ -224,7 +162,7 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
                                                   UniformScale scale, PipelineState<kStages> kv,
                                                   const BlockWalk& at, bool sum_overflow) {
     int highest[2];
-    exponents(s, softmax, term_.exact(scale, this->first_key(at)), kv, highest);
+    exponents(s, softmax, this->exact(scale, at), kv, highest);
     const bool rescales =
         softmax.needs_rescale(highest, Softmax::kRescaleThreshold) || sum_overflow;
     if constexpr (Traits::kMasked) this->mask(s, at, kv);
@@ -236,8 +174,6 @@ class Mainloop : protected ConsumerPipeline<kConfig, Storage> {
     }
     return change;
   }
-
-  std::conditional_t<kHasSlopes, Alibi<kBlockN>, NoTerm> term_;
 };
 
 }  // namespace flashattn3::forward

@@ -112,40 +112,6 @@ struct alignas(16) WorkTile {
   }
 };
 
-// How far the list of a work tile's blocks is rotated, so that the block with the last row's own
-// position is visited first, then those before it, then those behind it from the last on. With
-// slopes scores are largest near that position: row_max of the first block is then near the
-// largest, where a walk from the last block would raise it in each. Only where all rows of the CTA
-// see all blocks and none needs zero fill.
-template <Config kConfig, class Tile>
-__device__ __forceinline__ int rotation_of(const Arguments& args, const Tile& tile) {
-  if constexpr (!has_slopes(kConfig.term)) return 0;
-  const int count = tile.n_blocks.end, widest = max(tile.num_rows, tile.num_keys);
-  const bool all = min(args.variant.window.left, args.variant.window.right) >= widest;
-  const bool may_end_inside =
-      args.seqlens_k.cu_seqlens != nullptr || args.seqlens_k.seqused != nullptr;
-  if (!all || may_end_inside || !args.slopes.any()) return 0;
-  const int position = tile.first_row + kConfig.block_m - 1 + tile.num_keys - tile.num_rows;
-  return count - 1 - min(max(position, 0) / kConfig.block_n, count - 1);
-}
-
-// With lists n_blocks are positions: groups of the list's blocks that fill a stage, the first group
-// at the last position.
-template <Config kConfig>
-struct ListedWorkTile : WorkTile {
-  ListedBlocks blocks;
-
-  // rank: of the row block, among those of its head.
-  __device__ __forceinline__ void set_lists(const Arguments& args, int rank) {
-    constexpr int kGroup = kConfig.block_n / kListColumns;
-    const MaskLists& lists = static_cast<const ListedArguments&>(args).lists;
-    int row_block;
-    blocks = lists.blocks_of(batch_idx, head, rank, row_block);
-    first_row = row_block * kListRows;
-    n_blocks = {0, (blocks.num_blocks + kGroup - 1) / kGroup};
-  }
-};
-
 // Barriers. All threads of the consumers wait for full barriers; one thread (the producer) waits
 // for empty barriers. Arrivals per phase:
 //   *_full   1: the producer. q, k and v also wait for the bytes of the copy, `tile` for none.
@@ -193,10 +159,5 @@ struct SharedStorage {
     fence_barrier_init();
   }
 };
-
-template <Config kConfig>
-using SharedStorageOf =
-    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers,
-                  std::conditional_t<kConfig.listed, ListedWorkTile<kConfig>, WorkTile>>;
 
 }  // namespace flashattn3::forward

@@ -4,7 +4,7 @@
 #include "append/arguments.h"
 #include "backward/arguments.h"
 #include "decode/arguments.h"
-#include "forward/arguments.h"
+#include "forward/option_arguments.h"
 #include "kernel_arguments.h"
 
 namespace {

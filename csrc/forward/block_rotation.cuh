@@ -1,0 +1,26 @@
+// The order in which a work tile with slopes visits its blocks.
+#pragma once
+
+#include "forward/arguments.h"
+#include "forward/config.h"
+
+namespace flashattn3::forward {
+
+// How far the list of a work tile's blocks is rotated, so that the block with the last row's own
+// position is visited first, then those before it, then those behind it from the last on. With
+// slopes scores are largest near that position: row_max of the first block is then near the
+// largest, where a walk from the last block would raise it in each. Only where all rows of the CTA
+// see all blocks and none needs zero fill.
+template <Config kConfig, class Tile>
+__device__ __forceinline__ int rotation_of(const Arguments& args, const Tile& tile) {
+  if constexpr (!has_slopes(kConfig.term)) return 0;
+  const int count = tile.n_blocks.end, widest = max(tile.num_rows, tile.num_keys);
+  const bool all = min(args.variant.window.left, args.variant.window.right) >= widest;
+  const bool may_end_inside =
+      args.seqlens_k.cu_seqlens != nullptr || args.seqlens_k.seqused != nullptr;
+  if (!all || may_end_inside || !args.slopes.any()) return 0;
+  const int position = tile.first_row + kConfig.block_m - 1 + tile.num_keys - tile.num_rows;
+  return count - 1 - min(max(position, 0) / kConfig.block_n, count - 1);
+}
+
+}  // namespace flashattn3::forward

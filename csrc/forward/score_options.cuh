@@ -1,0 +1,114 @@
+// The options of the main loop for 16-bit inputs that cost every score: slopes, a bias, listed
+// masks and the largest score. mainloop.cuh calls a hook for each step that one of them changes; in
+// a kernel config without options the hooks leave the scores alone.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/alibi.cuh"
+#include "attention/bias.cuh"
+#include "attention/softmax.cuh"
+#include "attention/variant.cuh"
+#include "forward/block_rotation.cuh"
+#include "forward/consumer_pipeline.cuh"
+
+namespace flashattn3::forward {
+
+template <Config kConfig, class Storage>
+class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
+ protected:
+  using Base = ConsumerPipeline<kConfig, Storage>;
+  using Base::args_, Base::kBlockN, Base::kElement, Base::kStages;
+  using typename Base::Tile, typename Base::Traits;
+
+  static constexpr bool kHasSlopes = has_slopes(Traits::kConfig.term);
+  static constexpr bool kLooks = Traits::kConfig.term == ScoreTerm::kLargest;
+  using Scores = float[kBlockN / 2];
+  using Largest = std::conditional_t<kLooks, LargestScore, NoScore>;
+  using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked, Largest>;
+
+  __device__ __forceinline__ ScoreOptions(const Arguments& args, uint8_t* shared, int warpgroup)
+      : Base(args, shared, warpgroup) {
+    if constexpr (Traits::kBias) {
+      bias_row_ = cute::cast_smem_ptr_to_uint(shared) + Traits::kBiasOffset +
+                  threadIdx.x / 32 * kRowsOfWarp * 128 + staged_row_of_lane(threadIdx.x % 32);
+    }
+  }
+
+  // Called before the first QK GEMM of a work tile, for what it reads from device memory.
+  __device__ __forceinline__ void begin_tile(const Tile& tile) {
+    if constexpr (kHasSlopes) {
+      const int head = tile.head_of(this->warpgroup_);
+      term_.set_slope(args_.slopes.any() ? args_.slopes.at(tile.batch_idx, head) : 0.f);
+    }
+  }
+
+  // Called before the first block of the walk over a work tile's blocks.
+  __device__ __forceinline__ void begin_walk(BlockWalk& at) {
+    if constexpr (kHasSlopes) {
+      const Tile& tile = this->tile();
+      term_.set_rows(uniform(this->warp_first_row() + tile.num_keys - tile.num_rows));
+      at.rotation = uniform(rotation_of<kConfig>(args_, tile));
+    }
+  }
+
+  // Converts what transform() and add_bias() leave to exponents.
+  __device__ __forceinline__ UniformScale exponent_scale() const {
+    constexpr float kLog2e = 1.44269504088896f;
+    if constexpr (Traits::kBias) return {kLog2e};
+    return args_.variant.exponents();
+  }
+
+  // The same for one block, with the slopes.
+  __device__ __forceinline__ auto exact(UniformScale scale, const BlockWalk& at) const {
+    return term_.exact(scale, this->first_key(at));
+  }
+
+  // Whether only exact() is right for a block.
+  __device__ __forceinline__ bool needs_exact(const BlockWalk& at) const {
+    return term_.is_crossed(this->first_key(at));
+  }
+
+  // Scores become score * factor + bias, of the tile at a K stage.
+  __device__ __forceinline__ void add_bias(Scores& s, const PipelineState<kStages>& at) const {
+    if constexpr (Traits::kBias) {
+      flashattn3::add_bias<kElement, kBlockN>(s, args_.variant.exponents().factor,
+                                              bias_row_ + at.index() * Traits::kBiasBytes,
+                                              Traits::kBlockM * 128);
+    }
+  }
+
+  // OnlineSoftmax::exponentiate_at_once, for a block that does not need exact().
+  __device__ __forceinline__ auto exponentiate_at_once(Scores& s, Softmax& softmax,
+                                                       UniformScale scale,
+                                                       PipelineState<kStages> kv,
+                                                       const BlockWalk& at) const {
+    add_bias(s, kv);
+    if constexpr (Traits::kListed) {
+      if (!at.is_full()) return softmax.exponentiate_at_once(s, scale, this->bits_of(at, kv));
+    }
+    if constexpr (kHasSlopes) {
+      if (term_.any()) {
+        return softmax.exponentiate_at_once(s, term_.linear(scale, this->first_key(at)));
+      }
+    }
+    return softmax.exponentiate_at_once(s, scale);
+  }
+
+  // Takes the block's largest score from its probabilities.
+  __device__ __forceinline__ void take_largest(const Scores& p, Softmax& softmax) const {
+    if constexpr (kLooks) {
+      const Tile& tile = this->tile();
+      float* const of_head =
+          args_.max_logit == nullptr ? nullptr : args_.max_logit + tile.head_of(this->warpgroup_);
+      softmax.largest.take(p, softmax.row_max, of_head, tile.num_rows - this->warp_first_row(),
+                           Softmax::kLargestSum / 2);
+    }
+  }
+
+ private:
+  uint32_t bias_row_;  // of this lane in the tile at stage 0, with a bias
+  std::conditional_t<kHasSlopes, Alibi<kBlockN>, NoTerm> term_;
+};
+
+}  // namespace flashattn3::forward
