@@ -136,8 +136,9 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
     for (int i = 0; i < kCount; ++i) s[i] -= highest[row_of(i)];
   }
 
-  // Replaces s by 2^s and adds it to the sums.
-  __device__ __forceinline__ void exponentiate(float (&s)[kCount]) {
+  // Replaces s by 2^s and adds it to the sums. Returns whether a score may be above the largest
+  // one. All lanes of the warp call it.
+  __device__ __forceinline__ bool exponentiate(float (&s)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) s[i] = exp2_approx(s[i]);
     float part[2] = {0.f, 0.f};
@@ -145,6 +146,11 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
     for (int i = 0; i < kCount; ++i) part[row_of(i)] += s[i];
     sum[0] += part[0];
     sum[1] += part[1];
+    if constexpr (kTracks) {
+      largest.set_limits(row_max, kLargestSum / 2);
+      return !__all_sync(~0u, largest.is_above(part));
+    }
+    return false;
   }
 
   // The result of exponentiate_at_once. overflow: a sum of the warp is too large or NaN: s then
@@ -166,13 +172,15 @@ struct OnlineSoftmax : SoftmaxState<kN, kRowsMayBeEmpty> {
       s[i] = exp2_approx(bits.sees(i) ? exponent : -INFINITY);
       part[row_of(i)] += s[i];
     }
-    const bool all_fit = __all_sync(~0u, part[0] + part[1] < kLargestSum);
+    // No limit of Largest is above half of the largest sum, so its vote is both where it holds.
+    bool above = false;
+    if constexpr (kTracks) above = !__all_sync(~0u, largest.is_above(part));
+    const bool all_fit = (kTracks && !above) || __all_sync(~0u, part[0] + part[1] < kLargestSum);
     if (all_fit) {
       sum[0] += part[0];
       sum[1] += part[1];
     }
-    if constexpr (Largest::kTracks) return {!all_fit, !__all_sync(~0u, largest.is_above(part))};
-    return {!all_fit, false};
+    return {!all_fit, above};
   }
 
   // O and the sums hold 2^(score - row_max_log2).

@@ -49,7 +49,7 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
     const UniformScale scale = this->exponent_scale();
-    this->begin_walk(at);
+    this->begin_walk(at, softmax);
     if constexpr (!Traits::kBias && !Traits::kListed) this->release_k(kv_);
     int highest[2];
     float unused[2];
@@ -58,8 +58,9 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
     this->mask(s, at, kv_);
     if constexpr (Traits::kListed) this->release_k(kv_);  // so are the tiles of bits
     softmax.rescale(s, unused);
-    softmax.exponentiate(s);
-    this->take_largest(s, softmax);
+    const bool above = softmax.exponentiate(s);
+    if constexpr (Softmax::kTracks) warpgroup_fence_operand(s);
+    if (above) this->take_largest(s, softmax);
     pack_probabilities<kElement, kBlockN>(p, s);
     if constexpr (Traits::kOutOverQ) this->release_staged_q();
 
@@ -135,7 +136,7 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
       exact = exact || !at.is_full() || softmax.warp_has_unseen();
     }
     exact = exact || this->needs_exact(at);
-    typename Softmax::Outcome outcome{.above = true};
+    typename Softmax::Outcome outcome{};
     if (!exact) outcome = this->exponentiate_at_once(s, softmax, scale, kv, at);
     // Without it ptxas keeps what the search reads in registers of its own: 100 moves a block.
     if constexpr (Softmax::kTracks) warpgroup_fence_operand(s);
@@ -149,10 +150,10 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
       // If the sums overflowed, row_max rises even if no single score passed the threshold: else
       // the sums of the next block would overflow again.
       change = exact_softmax(s, softmax, factor, scale, kv, at, !exact);
-      softmax.exponentiate(s);
-      outcome.above = true;
+      outcome.above = softmax.exponentiate(s);
+      if constexpr (Softmax::kTracks) warpgroup_fence_operand(s);
     }
-    if (Softmax::kTracks && outcome.above) this->take_largest(s, softmax);
+    if (outcome.above) this->take_largest(s, softmax);
     this->release_k(kv);
     return change;
   }

@@ -41,15 +41,20 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
       const int head = tile.head_of(this->warpgroup_);
       term_.set_slope(args_.slopes.any() ? args_.slopes.at(tile.batch_idx, head) : 0.f);
     }
+    if constexpr (kLooks) {
+      const float* const of_head = largest_of(tile);
+      known_ = of_head == nullptr ? INFINITY : __ldcg(of_head);
+    }
   }
 
   // Called before the first block of the walk over a work tile's blocks.
-  __device__ __forceinline__ void begin_walk(BlockWalk& at) {
+  __device__ __forceinline__ void begin_walk(BlockWalk& at, Softmax& softmax) {
     if constexpr (kHasSlopes) {
       const Tile& tile = this->tile();
       term_.set_rows(uniform(this->warp_first_row() + tile.num_keys - tile.num_rows));
       at.rotation = uniform(rotation_of<kConfig>(args_, tile));
     }
+    if constexpr (kLooks) softmax.largest.begin_tile(known_);
   }
 
   // Converts what transform() and add_bias() leave to exponents.
@@ -99,16 +104,22 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
   __device__ __forceinline__ void take_largest(const Scores& p, Softmax& softmax) const {
     if constexpr (kLooks) {
       const Tile& tile = this->tile();
-      float* const of_head =
-          args_.max_logit == nullptr ? nullptr : args_.max_logit + tile.head_of(this->warpgroup_);
-      softmax.largest.take(p, softmax.row_max, of_head, tile.num_rows - this->warp_first_row(),
-                           Softmax::kLargestSum / 2);
+      if (float* const of_head = largest_of(tile)) {
+        softmax.largest.take(p, softmax.row_max, of_head, tile.num_rows - this->warp_first_row(),
+                             Softmax::kLargestSum / 2);
+      }
     }
   }
 
  private:
+  // Where the largest score of the work tile's head is; null: none is looked for.
+  __device__ __forceinline__ float* largest_of(const Tile& tile) const {
+    return args_.max_logit == nullptr ? nullptr : args_.max_logit + tile.head_of(this->warpgroup_);
+  }
+
   uint32_t bias_row_;  // of this lane in the tile at stage 0, with a bias
   std::conditional_t<kHasSlopes, Alibi<kBlockN>, NoTerm> term_;
+  float known_;  // the head's largest score, read before the work tile began; with kLooks
 };
 
 }  // namespace flashattn3::forward

@@ -24,6 +24,7 @@ __global__ void take(const float* scores, int num_rows, float* of_head, float* a
     p[i] = exp2f(score - row_max[row_of(i)]);
   }
   LargestScore largest;
+  largest.begin_tile(*of_head);
   largest.take(p, row_max, of_head, num_rows, 1e30f);
   if (threadIdx.x > 0) return;
   const float known = *of_head * 1.44269504f;
