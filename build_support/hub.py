@@ -34,7 +34,7 @@ PACKAGE = ROOT / "flashattn3"
 BACKENDS = ("cpu", "cuda")
 OLDEST_CUDA = ("12.6", "13.0")  # that torch 2.9 or newer was built with, of each major version
 HOPPER = b"flashattn3_hopper"  # the namespace of the Hopper library
-# What needs the package under its own name, or is no part of attention.
+# Modules that need the package under its own name, or are no part of attention.
 LEFT_OUT = (
     "__main__.py",
     "cli.py",

@@ -22,7 +22,7 @@ SHAPES = ((2, 2048, 16, 64), (2, 2048, 16, 128), (1, 8192, 8, 256))
 QUICK_SHAPES = ((1, 256, 2, 64), (1, 256, 2, 128), (1, 256, 1, 256))
 LONG_SHAPES = ((1, 4096, 4, 128), (1, 65536, 4, 128))
 QUICK_LONG_SHAPES = ((1, 128, 2, 128), (1, 1024, 2, 128))
-# Of each sequence, drawn once: the fp64 reference of all would take float64 minutes at 64k tokens.
+# Rows of each sequence, drawn once: the reference of all would take float64 minutes at 64k tokens.
 LONG_ROWS = 512
 BEST, LIKE_FA3 = "fp8 block+hadamard, int8", "fp8 per head"
 FINE = ("fp8 block", "fp8 block+hadamard, e4m3", BEST)

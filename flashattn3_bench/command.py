@@ -58,7 +58,7 @@ SUITES += ("varlen", "memory", "host", "models")
 ALL = SUITES[:-1]  # the last needs transformers
 # Directions of a suite.
 ONLY = {"deterministic": ("bwd",), **dict.fromkeys(("fp8", ROBOT, FEW_QUERIES), ("fwd",))}
-# Of ours; elsewhere one.
+# Providers of ours; elsewhere one.
 OWN = {
     "fp8": (*EIGHT_BIT, OURS),
     "gqa": (OURS, MHA),

@@ -36,7 +36,7 @@ STEPS_PER_SAMPLE, TURNS = 3, 4  # TURNS: samples of a provider in each round, at
 SECONDS_PER_ROUND = 8.0  # a case is measured at least so long, where the host's noise is large
 NEW_TOKENS = 64  # in one step of decoding, which is a sample
 
-# Of ModelCase, with the mode of torch.compile.
+# Kinds of work of a ModelCase, with the mode of torch.compile.
 COMPILED = {"compiled": "reduce-overhead", "compiled-no-graphs": "default"}
 WORKS = "train", *COMPILED, "prefill", "decode", "padding"
 Model = torch.nn.Module

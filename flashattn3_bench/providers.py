@@ -126,7 +126,7 @@ FP8_INT8, FP8_E4M3 = "fp8 int8", "fp8 e4m3"
 FAST_INT8, FAST_E4M3 = f"{FP8_INT8} fast accum", f"{FP8_E4M3} fast accum"
 WHOLE_INT8, WHOLE_E4M3 = "quantize+int8", "quantize+e4m3"
 WHOLE_SMOOTH = f"{WHOLE_INT8}+smooth_k"
-# What q and k, which are rotated, become: before they are timed, or while.
+# The dtype of q and k, rotated: converted before they are timed, or while.
 FAST = {FAST_INT8: torch.int8, FAST_E4M3: torch.float8_e4m3fn}
 IN_8_BITS = "8 bits"  # of the rotary suite, rotated and quantized in one pass
 QUANTIZED = {FP8_INT8: torch.int8, FP8_E4M3: torch.float8_e4m3fn, **FAST}

@@ -10,7 +10,7 @@ from torch import Tensor
 import flashattn3
 
 from .checking import Case
-from .checking.cases import LENGTHS
+from .checking.shapes import LENGTHS
 from .gate import Gate
 from .inputs import Inputs, prepare
 from .providers import OURS, ours

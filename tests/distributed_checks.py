@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func, masks
-from flashattn3.integrations import dtensor
+from flashattn3.integrations import dtensor, torch_operators
 from flashattn3.integrations import torch as provider
 
 
@@ -52,9 +52,9 @@ def check_ring(mesh) -> None:
 
     calls = []
     for name in ("flash_attn_func", "backward_of"):
-        function = getattr(provider, name)
+        function = getattr(torch_operators, name)
         spy = lambda *a, f=function, n=name, **k: (calls.append(n), f(*a, **k))[1]  # noqa: E731
-        setattr(provider, name, spy)
+        setattr(torch_operators, name, spy)
     operator = torch.ops.aten._scaled_dot_product_flash_attention
 
     def scaled_dot_product_attention(q, k, v, is_causal=False):

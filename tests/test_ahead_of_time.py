@@ -366,7 +366,7 @@ ADDED += [
 )
 def test_dq_is_added_once_from_the_registers_of_its_gemm(compiler, chip, head_dim, features):
     """In each loop one RED per element: no warp holds a copy of another's tile, which it would add
-    too. ``_dq_index`` makes consecutive what a warp adds: all warps are along one side."""
+    too. ``dq_accum.py`` makes consecutive what a warp adds: all warps are along one side."""
     given = (chip, head_dim, features, "bfloat16")
     launch = launches_of(chip, head_dim, FEATURES[features], "bfloat16")["bwd"]
     (report,) = compiler((*given, True, None, 0, "bwd"))

@@ -25,7 +25,8 @@ from flashattn3_bench.checking import (
     make_inputs,
     make_output_gradients,
 )
-from flashattn3_bench.checking.cases import NAMED_SHAPES, dense, varlen
+from flashattn3_bench.checking.cases import dense, varlen
+from flashattn3_bench.checking.shapes import NAMED_SHAPES
 from flashattn3_bench.checking.tolerance import FP8_LSE_TOLERANCE
 
 SMALL = (

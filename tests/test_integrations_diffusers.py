@@ -16,6 +16,7 @@ import torch.nn.attention
 from flashattn3 import UnsupportedError
 from flashattn3.integrations import diffusers as fa3
 from flashattn3.integrations import torch as provider
+from flashattn3.integrations import torch_operators
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 OLD = diffusers.__version__.startswith("0.35.")
@@ -35,7 +36,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
 
-    for module in (fa3, provider):
+    for module in (fa3, torch_operators):
         for name in found:
             spied(module, name)
     fa3.register()

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn3 import UnsupportedError, flash_attn_varlen_func, use_backend
 from flashattn3.integrations import torch as provider
+from flashattn3.integrations import torch_operators
 
 if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
     pytest.skip("torch 2.11 has the first registry that restores", allow_module_level=True)
@@ -38,13 +39,13 @@ def calls(monkeypatch):
     found = []
 
     def spied(name):
-        function = getattr(provider, name)
+        function = getattr(torch_operators, name)
 
         def spy(*arguments, **options):
             found.append(name)
             return function(*arguments, **options)
 
-        monkeypatch.setattr(provider, name, spy)
+        monkeypatch.setattr(torch_operators, name, spy)
 
     for name in ("flash_attn_func", "flash_attn_varlen_func", "attend_to_pages", "backward_of"):
         spied(name)
@@ -250,9 +251,11 @@ def test_another_provider_replaces_this_one(calls):
 
 def test_deterministic_algorithms(monkeypatch, calls):
     found = []
-    forward = provider.backward_of
+    forward = torch_operators.backward_of
     monkeypatch.setattr(
-        provider, "backward_of", lambda *a: (found.append(a[-1].deterministic), forward(*a))[1]
+        torch_operators,
+        "backward_of",
+        lambda *a: (found.append(a[-1].deterministic), forward(*a))[1],
     )
     for flag in (True, False):
         torch.use_deterministic_algorithms(flag)

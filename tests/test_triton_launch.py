@@ -23,7 +23,7 @@ from flashattn3.backends.packed import as_cached
 from flashattn3.backends.triton.backend import TritonLaunch, _forward_tile
 from flashattn3.backends.triton.cache_tiles import LARGEST_FEW_ROWS, select_tile
 from flashattn3.backends.triton.columns import blocks_alike, fp8_columns, padded
-from flashattn3.backends.triton.kernels import backward, launch, variable_launch
+from flashattn3.backends.triton.kernels import dq_accum, launch, variable_launch
 from flashattn3.backends.triton.kernels.column_parts import column_parts
 from flashattn3.backends.triton.tile_configs import Tile
 from flashattn3_bench.ahead_of_time import all_launches
@@ -201,7 +201,7 @@ def _write_elements(
     out, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PART_D: tl.constexpr, NUM_WARPS: tl.constexpr
 ):
     columns = column_parts(BLOCK_D, PART_D)
-    pointers = backward._dq_pointers(out, BLOCK_M, columns, NUM_WARPS)
+    pointers = dq_accum.dq_accum_pointers(out, BLOCK_M, columns, NUM_WARPS)
     for i in tl.static_range(len(columns)):
         elements = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + columns[i][None, :]
         tl.store(pointers[i], elements)

@@ -12,8 +12,8 @@
 
 namespace flashattn3 {
 
-// Raises a float in memory, which is -inf at first, to a value that is not below it. Not for NaN of
-// negative sign.
+// Raises a float in memory, which is -inf at first, to a value that is not below it. It must not be
+// NaN of negative sign.
 __device__ __forceinline__ void raise(float* to, float value) {
   if (__float_as_int(value) >= 0) {
     atomicMax(reinterpret_cast<int*>(to), __float_as_int(value));

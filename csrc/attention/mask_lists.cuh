@@ -86,8 +86,8 @@ struct ThreadBits {
   static constexpr int kRegisters = kListColumns / 2;  // of a block
   uint32_t word[kBlocks][2][2];                        // of each block, row and half of 64 columns
 
-  // Of a list's blocks from the first-th on. No row sees what is past the end of the list. tiles:
-  // in shared memory, that of a full block is not read.
+  // Bits of a list's blocks from the first-th on. No row sees what is past the end of the list.
+  // tiles: in shared memory, that of a full block is not read.
   static __device__ __forceinline__ ThreadBits of_group(const ListedBlocks& blocks, int first,
                                                         const uint8_t* tiles) {
     const int num_full = uniform(blocks.num_full), num_blocks = uniform(blocks.num_blocks);

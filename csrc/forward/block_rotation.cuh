@@ -9,8 +9,8 @@ namespace flashattn3::forward {
 // How far the list of a work tile's blocks is rotated, so that the block with the last row's own
 // position is visited first, then those before it, then those behind it from the last on. With
 // slopes scores are largest near that position: row_max of the first block is then near the
-// largest, where a walk from the last block would raise it in each. Only where all rows of the CTA
-// see all blocks and none needs zero fill.
+// largest, where a walk from the last block would raise it in each. It is 0 unless all rows of the
+// CTA see all blocks and none needs zero fill.
 template <Config kConfig, class Tile>
 __device__ __forceinline__ int rotation_of(const Arguments& args, const Tile& tile) {
   if constexpr (!has_slopes(kConfig.term)) return 0;

@@ -42,8 +42,8 @@ constexpr int v_tile_bytes(const Config& config) {
                                                       : row_bytes(config, config.head_dim_v));
 }
 
-// Whether promotion keeps its bf16 sums in the staging buffer of out (forward/promotion.cuh). Not
-// with 256 columns and two Q buffers: the buffer is too small then.
+// Whether promotion keeps its bf16 sums in the staging buffer of out (forward/promotion.cuh). With
+// 256 columns and two Q buffers it does not: the buffer is too small then.
 constexpr bool promotes_in_smem(const Config& config) {
   return is_quantized(config.dtype) && (config.head_dim <= 128 || config.num_q_buffers == 1);
 }
@@ -53,8 +53,8 @@ constexpr int shared_storage_bytes(const Config& config) {
   return is_quantized(config.dtype) && config.head_dim <= 128 ? 2048 : 1024;
 }
 
-// Whether a warp stages out over its rows of Q. Not with one Q buffer, which must be free for the
-// next Q as early as possible, and not with 8-bit Q, whose rows are too small.
+// Whether a warp stages out over its rows of Q. It does not with one Q buffer, which must be
+// free for the next Q as early as possible, nor with 8-bit Q, whose rows are too small.
 constexpr bool out_over_q(const Config& config) {
   return config.num_q_buffers >= 2 && !is_quantized(config.dtype);
 }

@@ -1,4 +1,4 @@
-// What kernel configs whose mask is lists of blocks load: stages of any blocks, and bits.
+// Loads of kernel configs whose mask is lists of blocks: stages of any blocks, and bits.
 #pragma once
 
 #include "attention/mask_lists.cuh"

@@ -55,8 +55,8 @@ int heads_in_turn(const AttentionProblem& problem, int num_heads) {
       std::clamp<int64_t>(kElements / (queries * kConfig.head_dim), 1, kMostHeads));
 }
 
-// Deterministic: tiles of the last L2 head group, where tiles add in another order. Not the number
-// of SMs, so that results have the same bits on GPUs that differ in it.
+// Deterministic: tiles of the last L2 head group, where tiles add in another order. The number of
+// SMs plays no part, so that results have the same bits on GPUs that differ in it.
 constexpr int kTilesOfLastGroup = 132;
 
 // num_heads: heads of dk and dv. With a mask the longest tiles come first; if deterministic, the
@@ -169,7 +169,8 @@ bool zeroes_dq(const AttentionProblem& problem) {
 // CTAs of a persistent main kernel. It leaves SMs to the postprocess kernel, which converts a
 // head's dq_accum there as soon as its tiles are done: while it is in L2, and not when all of them
 // are. So many SMs convert as many rows as the others finish; the main kernel takes the longer for
-// a row, the more keys it sees. Not if the tiles would take many more rounds on fewer SMs.
+// a row, the more keys it sees. It leaves none if the tiles
+// would take many more rounds on fewer SMs.
 inline int persistent_backward_ctas(const AttentionProblem& problem, int64_t num_tiles) {
   constexpr int64_t kKeysOfOneSm = 4096;  // H100 (docs/log/hopper-backward.md)
   const int64_t most = num_persistent_ctas(problem, num_tiles);

@@ -98,7 +98,7 @@ struct DecodeParams {
   // there are none.
   void* workspace;
   // Zero before the first launch that uses them. Launches that may run concurrently must not share
-  // them. Of a cached forward kernel may be null.
+  // them. A cached forward kernel may have none: null.
   decode::Counters* counters;
   bool pdl;  // as in ForwardParams
 };

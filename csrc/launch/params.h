@@ -156,11 +156,11 @@ struct ForwardParams : AttentionProblem {
   const void* sinks = nullptr;  // (num_heads_q), a logit without a value for each; null: none
   SinkType sink_type = SinkType::kFloat32;
   // ALiBi: (batch, num_heads_q), alibi_batch elements apart, 0 if all sequences have the same.
-  // Null: none. Only of kernel configs with slopes.
+  // Null: none. Kernel configs with slopes read it.
   const float* alibi_slopes = nullptr;
   int64_t alibi_batch = 0;
   // (num_heads_q), initially -inf: becomes the largest score that a row sees, after the softcap and
-  // with its term. Null: not written. Only of configs that look for it.
+  // with its term. Null: not written. Configs that look for it write it.
   float* max_logit = nullptr;
 
   // Two int32, zero before the first launch that uses them; every launch resets them to zero.
@@ -209,7 +209,7 @@ inline int64_t num_bias_terms(const ForwardParams& params) {
          (params.bias.one_head ? params.num_heads_q : 1);
 }
 
-// What one launch takes that depends on the problem.
+// Arguments of one launch that depend on the problem.
 struct LaunchSize {
   int num_ctas;             // of the main kernel, a one-dimensional grid
   int64_t workspace_bytes;  // device memory for the duration of the launch

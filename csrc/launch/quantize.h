@@ -26,7 +26,7 @@ struct TokenTensor {
                               // clamped to the tensor
 };
 
-// What happens to a tensor before it is quantized; all null: nothing. Never of permuted data, whose
+// Steps before a tensor is quantized; all null: none. Never of permuted data, whose
 // launch may have others with it. With it every 8 elements of a token's head start at a multiple of
 // 16 bytes, and the addresses here are such multiples. Rotated columns are the first 2 * half.
 struct EmbeddingParams {

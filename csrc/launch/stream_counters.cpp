@@ -112,7 +112,7 @@ class StreamCounters::Pool {
     for (int i = 0; i < kAllocated; ++i) unused_.push_back(counters + i);
   }
 
-  // Takes back the counters of all streams, since it is unknown which streams there still are. Not
+  // Takes back the counters of all streams, since it is unknown which streams there still are; not
   // if a launch, perhaps of this thread, is on its way meanwhile, nor if the wait fails, as during
   // a capture: the next new stream tries again.
   void take_back_from_streams() {

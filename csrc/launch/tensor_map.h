@@ -181,7 +181,7 @@ inline CUtensorMap make_permuted_v_map(const void* address, const void* unused,
 }
 
 // A dense matrix of floats. Dimensions: (columns, rows), innermost first. Box: box_columns x 1, no
-// swizzle. Not cached, because the address is new in every call.
+// swizzle. It is not cached, because the address is new in every call.
 inline CUtensorMap make_float_map(const char* name, const float* address, int64_t columns,
                                   int64_t rows, int box_columns) {
   const cuuint64_t extent[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};

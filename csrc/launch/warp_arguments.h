@@ -1,4 +1,4 @@
-// Which cached calls run on a warp kernel (decode/warp_kernel.cuh), and the launch of one.
+// Choice of cached calls for a warp kernel (decode/warp_kernel.cuh), and its launch.
 #pragma once
 
 #include <algorithm>

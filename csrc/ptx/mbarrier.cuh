@@ -12,7 +12,7 @@ namespace flashattn3 {
 
 #ifdef FLASHATTN3_WAIT_LIMIT_NS
 // Finds a hang: a wait that takes longer than this is recorded and given up, so that the kernel
-// ends, with wrong results, and the host can read the records. Only for debugging.
+// ends, with wrong results, and the host can read the records. It serves debugging alone.
 struct GivenUpWait {
   uint32_t barrier;  // address in shared memory
   uint32_t phase;
@@ -26,7 +26,7 @@ static __device__ GivenUpWaits given_up_waits;
 #endif
 
 // compute-sanitizer's racecheck follows the arrival of each thread, but not a __syncwarp before
-// one lane's arrival for all. Only for that tool.
+// one lane's arrival for all. It serves that tool alone.
 #ifdef FLASHATTN3_EVERY_LANE_ARRIVES
 constexpr int kArrivalsPerWarp = 32;
 #else

@@ -53,7 +53,7 @@ struct Arguments {
   int rounds;
 };
 
-// What happens to q and k between a projection and their quantization.
+// Steps of q and k between a projection and their quantization.
 struct Embedding {
   const float* weight;  // (head_dim) of an RMSNorm (arXiv 1910.07467); null: none
   float eps;            // added to the mean square

@@ -1,4 +1,4 @@
-// What q and k go through between a projection and their quantization, in fp32: RMSNorm (Zhang and
+// Steps of q and k between a projection and their quantization, in fp32: RMSNorm (Zhang and
 // Sennrich, arXiv 1910.07467) and rotary position embedding (Su et al., arXiv 2104.09864).
 #pragma once
 
@@ -86,7 +86,7 @@ struct EmbeddedValues : FloatValues<kType, kColumns> {
   using Positions = typename Base::Positions;
   using Base::x;
 
-  // What the values need of the tensor in shared memory.
+  // The tensor's data in shared memory that the values need.
   struct Columns {
     typename Base::Flips flips;
     typename Base::Means means;
@@ -176,7 +176,7 @@ struct EmbeddedValues : FloatValues<kType, kColumns> {
     }
   }
 
-  // Of the token of vectors u to u + kVecsOfToken - 1.
+  // Factor of the token of vectors u to u + kVecsOfToken - 1.
   __device__ __forceinline__ static float inverse_norm(const LoadedVecs& loaded, int u,
                                                        int head_dim, float eps) {
     float sum = 0.f;

@@ -27,7 +27,7 @@ constexpr Index thread_column(Index thread) {
   return thread % 4 * 2;
 }
 
-// Which of its thread's two rows register i belongs to.
+// Index of the row, of its thread's two, that register i belongs to.
 constexpr int row_of(int i) { return i / 2 % 2; }
 
 // Distances of register i from register 0 of the same thread.

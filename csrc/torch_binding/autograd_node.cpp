@@ -39,7 +39,7 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-// What follows the tensors in both schemas.
+// Arguments behind the tensors in both schemas.
 struct Rest {
   double dropout_p;
   bool is_causal;

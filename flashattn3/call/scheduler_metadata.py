@@ -30,7 +30,7 @@ _FREE |= {"split_tokens"}
 _SCHEDULED = tuple(name for name in DecodeOptions._fields if name not in _FREE)
 _SIZES = "num_heads_q", "num_heads_kv", "headdim", "headdim_v", "page_size"
 _MOST_KNOWN = 4096
-# What the hashes of this process stand for, so that an error can name the option that differs.
+# Options behind the hashes of this process, so that an error can name the option that differs.
 _known: dict[int, dict[str, object]] = {}
 
 

@@ -109,7 +109,7 @@ APPEND_TENSORS = (
     TensorField("k_descale", OPTIONAL),
     TensorField("v_descale", OPTIONAL),
 )
-# Which new tokens each query sees. The compiled kernels of cached calls take none.
+# The new tokens that each query sees. The compiled kernels of cached calls take none.
 TREE_MASK = TensorField("tree_mask", OPTIONAL)
 # ALiBi's slopes. The compiled kernels of cached calls take none either.
 CACHED_SLOPES = TensorField("alibi_slopes", OPTIONAL)
@@ -119,8 +119,9 @@ WRITTEN_DESCALES = (
     TensorField("k_descale_out", Kind("Tensor(d!)?", ())),
     TensorField("v_descale_out", Kind("Tensor(e!)?", ())),
 )
-# What of a cached call a plan depends on, besides its options: no size that grows from step to
-# step. seqlen_q: queries of a sequence, or of the longest. page_size: 0 without a page table.
+# The properties of a cached call that a plan depends on, besides its options: no size that grows
+# from step to step. seqlen_q: queries of a sequence, or of the longest. page_size: 0 without a page
+# table.
 CACHED_PLAN = (
     "device",
     "dtype",

@@ -11,7 +11,7 @@ from ..call import operands as checks
 from ..errors import UnsupportedError
 from ..masks import Mask
 
-# Of a mask: its lists have the axes of batch and heads. A list numbers the bit tiles of all.
+# The lists of a mask have the axes of batch and heads. A list numbers the bit tiles of all.
 _LISTS = "mask_entries_q", "mask_work_q", "mask_entries_k", "mask_work_k"
 _TILES = "mask_tiles_q", "mask_tiles_k"
 

@@ -6,7 +6,7 @@ from ..call.arguments import integer
 from ..errors import expect, shown, value_error
 
 VERSIONS = 2, 3, 4
-# What the forks pass for features that we lack: at these values they ask for nothing.
+# Keywords of the forks for features that we lack: at these values they ask for nothing.
 _NEUTRAL = {
     "q_v": None, "qv": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None,
     "only_qv": False, "score_mod": None, "mask_mod": None, "aux_tensors": None, "sfq": None,

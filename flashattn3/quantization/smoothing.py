@@ -64,7 +64,7 @@ def mean_of(rows: Tensor, sample: Sample) -> Tensor:
     count = length.clamp(max=SAMPLE).float()[..., None]
     square = total * total
     spread, mean = squares - square / count, total / count
-    # Also 0 where squares are infinite, as they are where the mean is 2**71 or more.
+    # It is also 0 where squares are infinite, as they are where the mean is 2**71 or more.
     return mean.where(square > SIGNIFICANT * spread, 0.0).contiguous()
 
 

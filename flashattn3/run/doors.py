@@ -322,6 +322,6 @@ def _found_gradients(
 _NONE = (None,) * len(LEARNED)
 _BIAS = 3 + LEARNED.index(BIAS)  # its place among the inputs
 
-# What Function.apply calls where no transform is active, as is known here. The rest of apply, which
+# Function.apply calls it where no transform is active, as is known here. The rest of apply, which
 # looks for setup_context and for tensors that outlived a transform, takes about 1.5 us.
 _apply = super(torch.autograd.Function, _Attention).apply

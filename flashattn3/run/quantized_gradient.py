@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # over that of torch in bfloat16 is 2 to 4 from 70 to 128 keys, and from 512 on 0.4 to 1.6; the rule
 # allows 3.
 FEW_KEYS = 512
-# Of the arguments of the autograd function, after those of Tensors.
+# Number of arguments of the autograd function after those of Tensors.
 _NUM_OTHERS = 2
 
 

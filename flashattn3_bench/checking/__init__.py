@@ -2,19 +2,7 @@
 with it. What tests alone use is in tests/support.
 """
 
-from .cases import (
-    FEW_QUERIES,
-    FORWARD_CASES,
-    GROUPED_GRID,
-    NAMED_SHAPES,
-    ODD_DIMS,
-    OTHER_DIMS,
-    PAPER_GRID,
-    ROBOT_SHAPES,
-    SCORE_SHAPES,
-    Case,
-    call,
-)
+from .cases import FORWARD_CASES, Case, call
 from .fp64_reference import attention, gradients, max_logit
 from .inputs import make_inputs, make_output_gradients
 from .rounding import (
@@ -24,6 +12,16 @@ from .rounding import (
     gradient_rounding,
     out_rounding,
     score_rounding,
+)
+from .shapes import (
+    FEW_QUERIES,
+    GROUPED_GRID,
+    NAMED_SHAPES,
+    ODD_DIMS,
+    OTHER_DIMS,
+    PAPER_GRID,
+    ROBOT_SHAPES,
+    SCORE_SHAPES,
 )
 from .tolerance import (
     FORWARD_FACTOR,

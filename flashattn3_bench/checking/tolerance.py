@@ -55,8 +55,8 @@ FP8_OF_QUANTIZED = Fp8Bounds(0.04, 0.999)
 INT8_OF_QUANTIZED = Fp8Bounds(0.055, 0.998)
 FP8_OF_16_BIT = Fp8Bounds(0.07, 0.997)
 FP8_LSE_TOLERANCE = 5e-3
-# Of sums of such codes: one row, which may have one key that counts, and all of them; of int8 rows
-# whose keys are alike are off together.
+# Errors of sums of such codes: of one row, which may have one key that counts, and of all of them;
+# int8 rows whose keys are alike are off together.
 FP8_EXP2_ERROR, FP8_EXP2_RMS_ERROR, INT8_EXP2_RMS_ERROR = 1 / 12, 0.02, 0.05
 # Codes end at 2^-7, and when a row's reference is set, its largest P becomes 2^5 at least.
 FP8_DROPPED_WEIGHT = 2.0**-12

@@ -1,4 +1,4 @@
-// What the two consumer warpgroups of a CTA have in common: dQ, zero fill, and addresses.
+// Base of both consumer warpgroups of a CTA: dQ, zero fill, and addresses.
 #pragma once
 
 #include "attention/block_list.cuh"

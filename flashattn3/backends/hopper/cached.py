@@ -65,7 +65,7 @@ def _choose(hopper: HopperBackend, problem: DecodeProblem) -> tuple[KernelConfig
         config = decode_launch.forward_config_of(problem)
         reason = hopper.unusable_reason(config, hopper.name)
         if hopper.only_measured and not config.measured:
-            # Not for backend="hopper" either: decode kernels, which have run, take the call.
+            # backend="hopper" takes none either: decode kernels, which have run, take the call.
             reason = f"kernel config {config.name} was never run on a GPU"
         if reason is None:
             return config, f"over {decode_launch.DECODE_ROWS} packed rows"

@@ -18,7 +18,7 @@ HEAD_DIMS = dict.fromkeys(SIXTEEN_BIT, (64, 96, 128, 192, 256))
 HEAD_DIMS |= dict.fromkeys(EIGHT_BIT, (64, 128, 256))
 MAX_HEAD_DIM = max(HEAD_DIMS["bf16"])
 PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not compiled
-# What a kernel adds to the scores: nothing, ALiBi's slopes or a bias. A forward kernel with the
+# Terms that a kernel adds to the scores: none, ALiBi's slopes or a bias. A forward kernel with the
 # last one takes slopes and looks for the largest score. Kernels with a term have a mask, and calls
 # without one take them too.
 TERMS = NO_TERM, SLOPES, BIAS, LARGEST = "", "slopes", "bias", "largest"

@@ -16,7 +16,7 @@ from ...call.problem import Problem
 from ..conversions import with_dense_rows
 from .bias_launch import dbias_launch, ds_strides, prepare_dbias, stores_ds
 from .config import TritonConfig
-from .kernels import backward
+from .kernels import backward, backward_dq, backward_preprocess, dq_accum
 from .kernels.launch import Launch, stride_unit
 from .launch_parts import (
     ROW_TILE,
@@ -187,7 +187,7 @@ def _preprocess_launch(problem: Problem, config: TritonConfig, dout_strides, dls
     sinks = (None, None) if problem.sinks_dtype is None else (sinks_type(problem), "fp32")
     types = (dtype, dtype, *rows, *index_types(problem)[::2], *sinks)
     return launch_of(
-        backward.bwd_preprocess_kernel, types, grid, scalars, constants, ROW_TILE, config
+        backward_preprocess.bwd_preprocess_kernel, types, grid, scalars, constants, ROW_TILE, config
     )
 
 
@@ -250,7 +250,7 @@ def _postprocess_launch(problem: Problem, config: TritonConfig) -> Launch:
     grid = (num_m_blocks * problem.num_heads_q * problem.batch, 1, 1)
     types = ("fp32", NAMES[problem.dtype], *index_types(problem)[::2])
     return launch_of(
-        backward.bwd_postprocess_kernel, types, grid, scalars, constants, ROW_TILE, config
+        dq_accum.bwd_postprocess_kernel, types, grid, scalars, constants, ROW_TILE, config
     )
 
 
@@ -287,7 +287,7 @@ def _dq_launch(problem: Problem, config: TritonConfig, dout_strides, with_ds: bo
         *term_types(problem),
         *mask_types(problem),
     )
-    return launch_of(backward.bwd_dq_kernel, types, grid, scalars, constants, tile, config)
+    return launch_of(backward_dq.bwd_dq_kernel, types, grid, scalars, constants, tile, config)
 
 
 def _without_added_dq(config: TritonConfig) -> TritonConfig:

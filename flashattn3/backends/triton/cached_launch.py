@@ -294,7 +294,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
     return run
 
 
-# Of an append: constexpr arguments of its kernel by the kind of a descale.
+# Constexpr arguments of the append kernel by the kind of a descale.
 _DESCALE_OF = {
     None: append_rows.PER_SEQUENCE.value,
     HEADS: append_rows.PER_SEQUENCE.value,

@@ -21,6 +21,7 @@ from ..results import result_shapes
 from .columns import blocks_alike, forward_columns, fp8_columns, whole_columns
 from .config import TritonConfig
 from .kernels import forward
+from .kernels.combine_splits import combine_kernel
 from .kernels.launch import Launch, is_elementwise
 from .launch_parts import (
     ROW_TILE,
@@ -237,7 +238,7 @@ def combine_launch(problem: Problem, config: TritonConfig) -> Launch:
     constants = value_row(problem, ()) | {"SINKS": problem.sinks_dtype is not None}
     types = ("fp32", "fp32", NAMES[problem.out_dtype], "fp32")
     grid = (num_m_blocks * num_heads_of(problem), 1, 1)
-    return launch_of(forward.combine_kernel, types, grid, scalars, constants, ROW_TILE, config)
+    return launch_of(combine_kernel, types, grid, scalars, constants, ROW_TILE, config)
 
 
 def _all_descales(problem: Problem) -> tuple[Descales | None, ...]:

@@ -17,7 +17,7 @@ from ...call.operands import Tensors
 from ...call.problem import Problem
 from .columns import backward_columns, padded
 from .config import TritonConfig
-from .kernels import backward
+from .kernels.backward_parts import LSE_DELTA_ROWS as PADDED_ROWS
 from .kernels.launch import Launch, stride_unit
 from .kernels.score_terms import BOTH_SIDES, LEFT_ALONE
 from .tile_configs import Tile
@@ -26,7 +26,7 @@ LARGEST_EXACT_CAP = 256.0  # at this cap tanh's absolute error is 1e-4 in a scor
 ROWS_PER_PROGRAM = 64  # rows per program of the row-wise kernels (combine, preprocess)
 ROW_TILE = Tile(ROWS_PER_PROGRAM, 0, num_warps=4, num_stages=2)
 SMALLEST_DIVISOR = 2.0**-64  # smallest scale that lse is divided by, far from overflow
-LSE_DELTA_ROWS = backward.LSE_DELTA_ROWS.value
+LSE_DELTA_ROWS = PADDED_ROWS.value
 TERM_TYPES = {**NAMES, torch.float32: "fp32"}
 
 

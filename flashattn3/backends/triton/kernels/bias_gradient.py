@@ -9,7 +9,7 @@ shared is stored by ``backward.bwd_dq_kernel``.
 import triton
 import triton.language as tl
 
-from .backward import _probabilities
+from .backward_parts import probabilities
 from .column_parts import column_parts, dot_rows, load_parts, tile_pointers
 from .common import store_tile, strides_of, visible
 from .score_terms import alibi_on_minus_lse, bias_pointers, load_bias
@@ -169,7 +169,7 @@ def bwd_dbias_kernel(
                 minus_lse, minus_lse_unit, slopes_ptr, slopes_stride_b, batch_idx, head,
                 rows[:, None], keys[None, :], diagonal, first_key, ALIBI,
             )  # fmt: skip
-        p, _ = _probabilities(q, k, minus_lse + bias, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
+        p, _ = probabilities(q, k, minus_lse + bias, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
         dout = load_parts(
             dout_pointers, batch_idx * dout_stride_b + head * dout_stride_h, rows, seqlen_q,
             columns_v, HEAD_DIM_V, TAIL_M,

@@ -5,13 +5,7 @@ running sum l of exp2(score - m); the accumulator is rescaled when m grows (Dao,
 algorithm 1). With num_splits > 1 several programs share a work tile, each with a split of the keys,
 and ``combine_kernel`` combines them by their lse.
 
-For mma.sync an n_block is multiplied in slices of SLICE_N keys, with one softmax update for all of
-them. Triton emits all ldmatrix instructions of a tile before its first mma: at head dim 128 a V
-tile of 64 keys takes 128 registers per thread, a slice of 16 keys, the depth of one mma, takes 32.
-
-For 8-bit inputs (Q and K e4m3 or int8, V e4m3) the descales of Q and K are part of the score
-factor. The accumulator is in units of the descale of V's current block: a change of unit is folded
-into the rescale. P stays in float16.
+slices.py has the slices of an n_block, fp8.py what 8-bit inputs change.
 """
 
 import triton
@@ -39,18 +33,15 @@ from .column_parts import (
 from .common import (
     LN2,
     LOG2E,
-    load_tile,
     n_block_range,
     sequence,
     stage_range,
-    store_tile,
     stride_of,
     strides_of,
     tanh_exp2,
-    tile_offsets,
     visible,
 )
-from .fp8 import SMALLEST_RATIO, as_float16, as_operand, descale_of
+from .fp8 import as_float16, as_operand, descale_of, with_unit
 from .score_terms import (
     BOTH_SIDES,
     add_alibi,
@@ -60,15 +51,20 @@ from .score_terms import (
     load_bias,
     load_slope,
     store_max_logit,
-    with_sink,
 )
+from .slices import block_pointers, slice_pointers
+from .softmax import finish_softmax, largest_of, softmax_of_block
+
+DESCALE_SCALARS = [
+    *(f"{x}_scale_{of}" for x in "qkv" for of in ("stride_b", "stride_h", "stride_n", "group")),
+    *(name for x in "qkv" for name in (f"{x}_block", f"num_{x}_blocks")),
+]
 
 
 @triton.jit(
     do_not_specialize=[
         "num_m_blocks",
         "num_heads",
-        "group",
         "seqlen_q",
         "seqlen_k",
         "total_q",
@@ -76,24 +72,7 @@ from .score_terms import (
         "window_left",
         "window_right",
         "num_splits",
-        "q_scale_stride_b",
-        "q_scale_stride_h",
-        "q_scale_stride_n",
-        "q_scale_group",
-        "q_block",
-        "num_q_blocks",
-        "k_scale_stride_b",
-        "k_scale_stride_h",
-        "k_scale_stride_n",
-        "k_scale_group",
-        "k_block",
-        "num_k_blocks",
-        "v_scale_stride_b",
-        "v_scale_stride_h",
-        "v_scale_stride_n",
-        "v_scale_group",
-        "v_block",
-        "num_v_blocks",
+        *DESCALE_SCALARS,
         "mask_stride_b",
         "mask_stride_h",
         "num_listed_blocks",
@@ -221,8 +200,7 @@ def forward_kernel(
         head = head // num_splits
     batch_idx = (head // num_heads).to(tl.int64)
     head = head % num_heads
-    if RIGHT:
-        # With a causal mask later m_blocks have more keys: longest first shortens the last wave.
+    if RIGHT:  # later m_blocks have more keys: longest first shortens the last wave
         m_block = num_m_blocks - 1 - m_block
     LISTED: tl.constexpr = entries_ptr is not None
     if LISTED:
@@ -310,8 +288,6 @@ def forward_kernel(
             BIAS_UNIT,
         )[:, None]  # fmt: skip
     acc = zero_parts(BLOCK_M, columns_v)
-    # With slices each column of row_sum is the sum of every eighth key: each thread sums its own
-    # probabilities, and the threads of a row are reduced once, after the loop.
     row_sum = tl.zeros((BLOCK_M, 8) if SLICED else (BLOCK_M,), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     edges = (begin, full_begin, full_end, end)
@@ -355,74 +331,42 @@ def forward_kernel(
                         row_scale = tl.broadcast_to(row_factor * k_scale, (BLOCK_M,))
                     s = s.to(tl.float32) * row_scale[:, None]  # int8: int32
                 if SOFTCAP:
-                    scaled = s if FP8 else s * scale_log2
-                    s = cap_log2 * tanh_exp2(scaled, SOFTCAP)
+                    s = cap_log2 * tanh_exp2(s if FP8 else s * scale_log2, SOFTCAP)
                 elif NATURAL and not FP8:
                     s = s * scale_log2
                 if ALIBI != 0:
                     offset = diagonal - first_key
                     s = add_alibi(s, slope, rows, keys + slice_key, offset, stage, ALIBI, LISTED)
                 if bias_ptr is not None:
-                    bias = load_bias(
-                        bias_rows + (first_key + slice_key),
-                        keys[None, :],
-                        num_keys,
-                        MASKED and TAIL,
-                    )
+                    bias_tile = bias_rows + (first_key + slice_key)
+                    bias = load_bias(bias_tile, keys[None, :], num_keys, MASKED and TAIL)
                     s += bias.to(tl.float32)
                 if LISTED:
                     if stage == LAST:
                         s = tl.where(listed_visible(words, keys + slice_key), s, float("-inf"))
                 elif MASKED:
+                    reach = diagonal - first_key - slice_key
                     seen = visible(
-                        rows[:, None],
-                        keys[None, :],
-                        num_keys,
-                        diagonal - first_key - slice_key,
-                        window_left,
-                        window_right,
-                        LEFT,
-                        RIGHT,
-                    )
+                        rows[:, None], keys[None, :], num_keys, reach, window_left, window_right,
+                        LEFT, RIGHT,
+                    )  # fmt: skip
                     s = tl.where(seen, s, float("-inf"))
                 scores += (s,)
-            block_max = scores[0]
-            for i in tl.static_range(1, BLOCK_N // SLICE_N):
-                block_max = tl.maximum(block_max, scores[i])
-            largest = tl.max(block_max, 1) * factor
+            largest = largest_of(scores) * factor
+            shift = None
             if ALIBI != 0:
                 shift = alibi_shift(slope, rows, diagonal - first_key, stage, ALIBI, LISTED)
                 largest += shift
-            new_max = tl.maximum(row_max, largest)
-            reference = new_max
-            if MASKED or bias_ptr is not None:
-                # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-                reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-            subtracted = reference
-            if ALIBI != 0:
-                subtracted = reference - shift
-            probabilities = ()
-            for i in tl.static_range(BLOCK_N // SLICE_N):
-                probabilities += (tl.math.exp2(scores[i] * factor - subtracted[:, None]),)
-            decay = tl.math.exp2(row_max - reference)
-            if SLICED:
-                row_sum = row_sum * decay[:, None]
-                for i in tl.static_range(BLOCK_N // SLICE_N):
-                    eighths = tl.reshape(probabilities[i], (BLOCK_M, SLICE_N // 8, 8))
-                    row_sum += tl.sum(eighths, 1)
-            else:
-                row_sum = row_sum * decay + tl.sum(probabilities[0], 1)
+            probabilities, row_max, row_sum, decay = softmax_of_block(
+                scores, largest, row_max, row_sum, factor, shift, MASKED or bias_ptr is not None
+            )
             if FP8:
                 new_unit = descale_of(
                     first_key, head, batch_idx, v_descale,
                     v_scale_stride_b, v_scale_stride_h, v_scale_stride_n,
                     v_scale_group, v_block, num_v_blocks,
                 )  # fmt: skip
-                largest_unit = tl.maximum(largest_unit, tl.abs(new_unit))
-                smallest = largest_unit * SMALLEST_RATIO
-                new_unit = tl.where(tl.abs(new_unit) < smallest, smallest, new_unit)
-                decay = decay * tl.where(new_unit == v_unit, 1.0, v_unit / new_unit)
-                v_unit = new_unit
+                v_unit, largest_unit, decay = with_unit(new_unit, v_unit, largest_unit, decay)
             acc = scale_parts(acc, decay[:, None])
             for slice_key in tl.static_range(0, BLOCK_N, SLICE_N):
                 num_keys = length_k - first_key - slice_key
@@ -439,145 +383,18 @@ def forward_kernel(
                 if FP8:
                     v = (as_float16(v[0], NATIVE_FP8),)
                 acc = dot_columns(probabilities[slice_key // SLICE_N].to(v[0].dtype), v, acc)
-            row_max = new_max
 
     if SLICED:
         row_sum = tl.sum(row_sum, 1)
     if max_logit_ptr is not None:
         store_max_logit(max_logit_ptr, head, row_max, rows, length_q)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        if SPLIT:  # the first split has it
-            sink = tl.where(split == 0, sink, float("-inf"))
-        ones = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
-        sink_decay, row_max, row_sum = with_sink(ones, row_max, row_sum, sink)
-    empty = row_sum == 0.0
-    lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum))
-    acc_scale = tl.where(empty, 1.0, 1.0 / row_sum)
-    if sinks_ptr is not None:
-        acc_scale *= sink_decay
+    lse, acc_scale = finish_softmax(row_max, row_sum, sinks_ptr, head, split, SPLIT)
     acc = scale_parts(acc, acc_scale[:, None])
     if FP8:
         acc = scale_parts(acc, v_unit)
-    lse_rows = (
-        lse_ptr
-        + split * lse_stride_p
-        + batch_idx * lse_stride_b
-        + head * lse_stride_h
-        + start_q
-        + rows
-    )
-    tl.store(lse_rows, lse, mask=rows < length_q)
+    lse_head = lse_ptr + split * lse_stride_p + batch_idx * lse_stride_b + head * lse_stride_h
+    tl.store(lse_head + start_q + rows, lse, mask=rows < length_q)
     out_tile = out_ptr + split * out_stride_p + batch_idx * out_stride_b + head * out_stride_h
     out_tile += (start_q + first_row) * out_stride_s
     out_pointers = tile_pointers(out_tile, row_offsets, columns_v, out_stride_s)
     store_parts(out_pointers, acc, rows, length_q, columns_v, HEAD_DIM_V)
-
-
-@triton.jit
-def block_pointers(pointer, keys, columns, stride, STRIDE: tl.constexpr):
-    """Pointers of the first slice of a tensor's first n_block, for each part of its columns; with a
-    STRIDE, to the first element of the slice."""
-    if STRIDE:
-        pointers = ()
-        for _ in tl.static_range(len(columns)):
-            pointers += (pointer,)
-    else:
-        pointers = tile_pointers(pointer, keys, columns, stride)
-    return pointers
-
-
-@triton.jit
-def slice_pointers(block, first_key, slice_key, stride, keys, columns, STRIDE: tl.constexpr):
-    """Pointers of the slice that begins slice_key keys after the n_block that begins at first_key.
-
-    block: ``block_pointers``. With a STRIDE the pointers of a thread, which are 8 keys apart,
-    differ by constants and need one register pair.
-    """
-    pointers = ()
-    for i in tl.static_range(len(columns)):
-        pointer = block[i] + first_key * stride
-        if STRIDE:
-            pointer += (keys % 8)[:, None] * STRIDE + columns[i][None, :]
-            pointer += (keys // 8 * 8 + slice_key)[:, None] * STRIDE
-        elif slice_key > 0:
-            pointer += slice_key * stride
-        pointers += (pointer,)
-    return pointers
-
-
-@triton.jit(do_not_specialize=["num_m_blocks", "num_heads", "num_rows", "num_splits"])
-def combine_kernel(
-    out_parts,
-    lse_parts,
-    out_ptr,
-    lse_ptr,
-    out_stride_p,
-    out_stride_b,
-    out_stride_s,
-    out_stride_h,
-    lse_stride_p,
-    num_m_blocks,
-    num_heads,
-    num_rows,
-    num_splits,
-    STRIDE_UNIT: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Combine the splits of a forward: out = sum over p of exp(lse_p - lse) * out_p.
-
-    SINKS: lse of the first split, which has the sink, may be +inf.
-    out and each part of out_parts share their strides; lse is (batch, heads, rows), contiguous.
-    Grid: num_m_blocks * num_heads * batch.
-    """
-    out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
-    out_stride_b, out_stride_s, out_stride_h = strides_of(
-        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
-    )
-    pid = tl.program_id(0)
-    head = (pid // num_m_blocks).to(tl.int64)
-    first_row = pid % num_m_blocks * BLOCK_M
-    row_offsets = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_DV)
-    rows = first_row + row_offsets
-    inside = rows < num_rows
-    lse_rows = head * num_rows + rows
-    tile = (
-        head // num_heads * out_stride_b
-        + head % num_heads * out_stride_h
-        + first_row.to(tl.int64) * out_stride_s
-    )
-    tile += tile_offsets(row_offsets, columns, out_stride_s)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    for split in range(num_splits):
-        lse = tl.load(lse_parts + split * lse_stride_p + lse_rows, mask=inside, other=float("-inf"))
-        part = load_tile(
-            out_parts + split * out_stride_p + tile,
-            rows,
-            num_rows,
-            columns,
-            HEAD_DIM_V,
-            True,
-            HEAD_DIM_V < BLOCK_DV,
-        )
-        new_largest = tl.maximum(largest, lse)
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp(lse - reference)
-        decay = tl.exp(largest - reference)
-        if SINKS:
-            weight = tl.where(lse == float("inf"), 1.0, weight)
-            decay = tl.where(largest == float("inf"), 1.0, decay)
-        acc = acc * decay[:, None] + part * weight[:, None]
-        total = total * decay + weight
-        largest = new_largest
-    empty = total == 0.0
-    tl.store(
-        lse_ptr + lse_rows, tl.where(empty, float("-inf"), largest + tl.log(total)), mask=inside
-    )
-    out = acc * tl.where(empty, 1.0, 1.0 / total)[:, None]
-    store_tile(out_ptr + tile, out, rows, num_rows, columns, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)

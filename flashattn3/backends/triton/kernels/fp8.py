@@ -1,4 +1,8 @@
-"""8-bit inputs and their descales, on every GPU: e4m3 is loaded as bytes.
+"""8-bit inputs (Q and K e4m3 or int8, V e4m3) and their descales, on every GPU: e4m3 is loaded as
+bytes.
+
+The descales of Q and K are part of the score factor. The accumulator is in units of the descale of
+V's current block: a change of unit is folded into the rescale. P stays in float16.
 
 From compute capability 8.9 the tensor cores multiply e4m3. Below, or in the interpreter, integer
 operations convert the bytes to float16, which holds every e4m3: Triton converts only on GPUs with
@@ -55,3 +59,16 @@ def descale_of(
         descale_ptr += batch_idx * stride_b + head // group * stride_h
         descale = tl.load(descale_ptr + place * stride_n)
     return descale
+
+
+@triton.jit
+def with_unit(new_unit, unit, largest_unit, decay):
+    """The unit of the accumulator, the largest one so far, and the factor of the sums so far.
+
+    new_unit: V's descale of a block; raised to SMALLEST_RATIO of the largest one.
+    """
+    largest_unit = tl.maximum(largest_unit, tl.abs(new_unit))
+    smallest = largest_unit * SMALLEST_RATIO
+    new_unit = tl.where(tl.abs(new_unit) < smallest, smallest, new_unit)
+    decay = decay * tl.where(new_unit == unit, 1.0, unit / new_unit)
+    return new_unit, largest_unit, decay
