@@ -13,19 +13,20 @@ from torch import Tensor
 
 import flashattn3
 
-from .checking import FORWARD_FACTOR, GRADIENT_FACTOR, Case, check
-from .inputs import RESULTS, Call, Inputs, make_inputs
+from .checking import FORWARD_FACTOR, FP8_OF_16_BIT, GRADIENT_FACTOR, Case, check, check_fp8
+from .inputs import RESULTS, Call, Inputs, make_inputs, quantized
 from .mask_shapes import SHAPES, Shape, block_mask_of
-from .providers import FLEX, OURS
+from .providers import FLEX, FP8_E4M3, FP8_INT8, OURS, QUANTIZED
 from .runner import Record, Settings, run_providers
 from .suites import Cell
 from .timing import make_clock
 
 SUITE = "masks"
 PLAIN = "without a mask object"
-SIZES = (2, 8192), (1, 32768)  # sequences, tokens
+SIZES = (2, 8192), (1, 16384), (1, 32768)  # sequences, tokens
 WIDTH = 2048  # heads x head dim
 DIMS = (128, 128), (64, 64), (256, 256), (192, 128)  # of q and k, of v
+EIGHT_BIT_DIMS = 64, 128  # head dims of forwards of 8 bits, beside those of 16
 QUICK_TOKENS, QUICK_DIMS = 256, ((16, 16),)
 _CHUNK_SCORES = 2**26  # of the reference, alive at once
 
@@ -58,8 +59,8 @@ def mask_cells(
     seqlens: tuple[int, ...] | None,
     quick: bool,
 ) -> list[MaskCell]:
-    """At other head dims than 128, and with 32k tokens, random bits are left out: a bool tensor of
-    each score, which all baselines read, takes 1 GiB there."""
+    """At other head dims than 128, and from 16k tokens on, random bits are left out: a bool tensor
+    of each score, which all baselines read, takes 1 GiB at 32k."""
     sizes, all_dims = (((1, QUICK_TOKENS),), QUICK_DIMS) if quick else (SIZES, DIMS)
     found = []
     for direction, dims, (batch, n), mask in product(directions, all_dims, sizes, SHAPES):
@@ -76,8 +77,8 @@ def mask_cells(
 
 
 def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
-    """A record for our call, FlexAttention and our call without a mask object, where there
-    is one."""
+    """A record for our call, FlexAttention, our call without a mask object, where there is one, and
+    our calls of 8 bits."""
     n, device = cell.case.seqlen_k, settings.device
     shape = SHAPES[cell.mask](n, device)
     mask = shape.build()
@@ -91,11 +92,18 @@ def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
         PLAIN: shape.plain,
     }
 
+    if cell.direction == "fwd" and cell.case.head_dim in EIGHT_BIT_DIMS:
+        attends |= dict.fromkeys((FP8_E4M3, FP8_INT8), attends[OURS])
+
     def checked(name: str) -> tuple[Call, Record]:
-        call = _prepared(cell, inputs, attends[name], heads_first=name == FLEX)
+        given = quantized(inputs, QUANTIZED[name]) if name in QUANTIZED else inputs
+        call = _prepared(cell, given, attends[name], heads_first=name == FLEX)
         factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
         for of, got, *wanted in zip(RESULTS[cell.direction], call(), *expected, strict=True):
-            check(of, got[-1, :, -1], *wanted, factor, cell.case.name, name)
+            if name in QUANTIZED:
+                check_fp8(of, got[-1, :, -1], wanted[0], cell.case.name, name, FP8_OF_16_BIT)
+            else:
+                check(of, got[-1, :, -1], *wanted, factor, cell.case.name, name)
         more = {"visible": cell.visible, "mask_bytes": mask.nbytes} if name == OURS else {}
         return call, more
 

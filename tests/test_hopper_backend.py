@@ -195,30 +195,33 @@ def test_what_changes_scores_chooses_the_kernel():
         assert dict(plan(changed, **options).declined)["hopper"].startswith(reason)
     narrow = qkv(dtype=FP8)
     assert terms(narrow._replace(sinks=sinks)) == (NO_TERM, None)
+    assert terms(with_mask(narrow)) == (NO_TERM, None)
+    assert plan(with_mask(narrow)).launch.config.kernel_config.listed
     for changed, options, name in (
         (narrow._replace(alibi_slopes=slopes), {}, "alibi_slopes"),
         (narrow, {"return_max_logit": True}, "return_max_logit"),
         (narrow._replace(bias=bias), {}, "bias"),
-        (with_mask(narrow), {}, "mask"),
     ):
         declined = dict(plan(changed, **options).declined)
         assert declined["hopper"] == f"has no kernel of 8 bits for {name}"
+    declined = dict(plan(with_mask(qkv(256, 256, dtype=FP8))).declined)
+    assert declined["hopper"] == "takes a mask of 8 bits up to head_dim 128"
 
 
 # Head dims of q and v → those of the rows with lists of blocks.
 LISTED = {(8, 8): (64, 64), (64, 64): (64, 64), (65, 65): (128, 128), (64, 128): (128, 128)}
-LISTED |= {(192, 128): (192, None), (192, 136): (256, None), (256, 256): (256, None)}
+LISTED |= {(192, 128): (192, 192), (192, 136): (256, 256), (256, 256): (256, 256)}
 
 
 @pytest.mark.parametrize("dims", LISTED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_mask_gets_a_row_with_lists_and_the_gradient_too_or_triton(dims, dtype):
+def test_a_mask_gets_a_row_with_lists_and_the_gradient_too(dims, dtype):
     for sizes in ((1, 1), (2, 8)):
         launch = plan(with_mask(qkv(*dims, dtype=dtype), *sizes)).launch
         config, gradient = launch.config.kernel_config, launch.config.gradient_config
         assert config.listed and launch.config.packed is None and launch.keep is None
-        assert gradient is None or gradient.listed
-        assert (config.head_dim, gradient and gradient.head_dim) == LISTED[dims]
+        assert gradient.listed
+        assert (config.head_dim, gradient.head_dim) == LISTED[dims]
     few = plan(with_mask(qkv(*dims, dtype=dtype, seqlen_q=1))).launch.config
     reason = "q is copied" if dims == (65, 65) else "packs no calls with mask"
     assert few.packed is None and few.packing.reason == reason

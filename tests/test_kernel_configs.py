@@ -140,8 +140,9 @@ def test_slopes_find_a_kernel_of_16_bits_with_a_mask(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_calls_with_lists_of_blocks_find_a_row_of_16_bits(dtype):
-    """Its work tiles are the lists' blocks of rows; gradients have one up to 128 columns."""
+def test_calls_with_lists_of_blocks_find_a_row(dtype):
+    """Its work tiles are the lists' blocks of rows; 8 bits have one up to 128 columns, without a
+    gradient."""
     for head_dim, dim_v in (
         (1, 1),
         (64, 64),
@@ -154,14 +155,17 @@ def test_calls_with_lists_of_blocks_find_a_row_of_16_bits(dtype):
         config = select_forward_config(dtype, head_dim, dim_v, False, 1000, listed=True)
         of_gradient = select_backward_config(dtype, head_dim, dim_v, listed=True)
         if dtype in EIGHT_BIT:
-            assert config is None and of_gradient is None
+            assert (config is None) == (head_dim > 128) and of_gradient is None
+        if config is None:
             continue
         assert config.listed and config.masked and config.block_m == BLOCK_ROWS
         assert config.block_n % BLOCK_COLUMNS == 0
         assert config.head_dim >= head_dim and config.head_dim_v >= dim_v
-        assert (of_gradient is None) == (head_dim > 128)
-        if of_gradient is not None:
-            assert of_gradient.listed and of_gradient.block_n == BLOCK_ROWS
+        if dtype in EIGHT_BIT:
+            assert BLOCK_COLUMNS % config.keys_per_descale == 0
+            continue
+        assert of_gradient.listed and of_gradient.block_n == BLOCK_ROWS
+        assert of_gradient.head_dim >= head_dim and of_gradient.head_dim_v >= dim_v
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

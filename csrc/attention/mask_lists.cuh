@@ -50,7 +50,7 @@ struct MaskLists {
 template <int kN>
 struct ListedGroup {
   static constexpr int kBlocks = kN / kListColumns;
-  int first_key[kBlocks];  // past the end of the list: the number of columns
+  int first_key[kBlocks];  // past the end of the list: that of the first block without columns
 
   __device__ __forceinline__ ListedGroup(const ListedBlocks& blocks, int i, int num_columns)
       : blocks_(blocks), first_(i * kBlocks) {
@@ -58,8 +58,18 @@ struct ListedGroup {
     for (int j = 0; j < kBlocks; ++j) {
       first_key[j] = first_ + j < blocks.num_blocks
                          ? __ldg(blocks.entries + first_ + j) * kListColumns
-                         : num_columns;
+                         : (num_columns + kListColumns - 1) / kListColumns * kListColumns;
     }
+  }
+  // Whether a block has columns past the last one.
+  __device__ __forceinline__ bool ends_inside(int j, int num_columns) const {
+    return first_key[j] < num_columns && num_columns - first_key[j] < kListColumns;
+  }
+  __device__ __forceinline__ bool ends_inside(int num_columns) const {
+    bool any = false;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) any = any || ends_inside(j, num_columns);
+    return any;
   }
   __device__ __forceinline__ bool is_partial(int j) const {
     return first_ + j >= blocks_.num_full && first_ + j < blocks_.num_blocks;
@@ -125,12 +135,35 @@ struct ThreadBits {
         word[i / kRegisters][row_of(i)][column / 32] >> thread_column(threadIdx.x);
     return mine >> column % 32 & 1;
   }
-  __device__ __forceinline__ void hide(float (&s)[kBlocks * kRegisters], float hidden) const {
+  template <class S>
+  __device__ __forceinline__ void hide(S (&s)[kBlocks * kRegisters], float hidden) const {
 #pragma unroll
     for (int i = 0; i < kBlocks * kRegisters; ++i) {
-      if (!sees(i)) s[i] = hidden;
+      if (!sees(i)) set(s[i], hidden);
     }
   }
 };
+
+// The bits of a thread's two rows in half of a block's columns.
+struct HalfBlockBits {
+  static constexpr int kRegisters = kListColumns / 4;
+  uint32_t word[2];
+
+  // row: the first of the thread in the tile.
+  __device__ __forceinline__ void load(const uint8_t* tile, int row, int half) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(tile) + row * 2 + half;
+    word[0] = __ldg(words), word[1] = __ldg(words + kRowStride * 2);
+  }
+  __device__ __forceinline__ void hide(float (&s)[kRegisters], float hidden) const {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) {
+      const uint32_t mine = word[row_of(i)] >> thread_column(threadIdx.x);
+      if (!(mine >> register_column(i) & 1)) s[i] = hidden;
+    }
+  }
+};
+
+// A mask without lists.
+struct NoBits {};
 
 }  // namespace flashattn3

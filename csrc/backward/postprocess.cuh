@@ -55,8 +55,13 @@ __device__ __forceinline__ void postprocess_block(const Arguments& args, int num
           .template n_blocks<64>(first_row, min(first_row + kBlockM, rows.length) - 1);
   wait_for_tiles<kConfig>(args, batch_idx, head, num_keys);
   bool has_sum = seen.begin < seen.end;
-  // The lists of keys do not tell whether a block of queries is in one, but the additions do.
-  if constexpr (kConfig.listed) has_sum = __ldcg(args.workspace.dq_semaphore + number) != kNobody;
+  // The lists of keys do not tell whether a block of queries is in one, but the additions do, or
+  // zeros that preprocess has written.
+  if constexpr (kConfig.listed) {
+    const bool has_zeros = uses_cluster2(kConfig) && !args.zeroes_dq;
+    has_sum = has_zeros ||
+              __ldcg(args.workspace.dq_semaphore + number * num_dq_semaphores(kConfig)) != kNobody;
+  }
   const float4* dq_accum = reinterpret_cast<const float4*>(args.workspace.dq_accum +
                                                            int64_t{number} * (kBlockM * kHeadDim)) +
                            threadIdx.x;

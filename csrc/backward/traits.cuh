@@ -82,7 +82,7 @@ struct KernelTraits {
   static_assert(kStages >= 2 && (kStages & (kStages - 1)) == 0, "a step's number gives its stage");
   static_assert(kDqParts == 1 ? kHeadDimV == kHeadDim : kDqParts == kConsumers + 1);
   static_assert(kHeadDim % 32 == 0 && kHeadDimV <= 128, "dK and dV are kept in registers");
-  static_assert(!kListed || (!kBias && kDqParts == 1), "a step of up to 128 columns reads bits");
+  static_assert(!kListed || !kBias);
   static_assert(!kBias || kDqParts == 1, "a step of up to 128 columns adds the bias");
   static_assert(!kOneDqBuffer || kConsumers == 2, "consumer_state.cuh: turns");
   static_assert(kBiasOffset % 1024 == 0);

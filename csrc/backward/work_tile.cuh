@@ -46,12 +46,19 @@ struct alignas(16) WorkTile {
   int start;            // the position that is visited first
   bool descending;      // positions are visited from the last to the first
   int first_head;       // the query head of the KV head that is visited first at each m_block
+
+  // The m_block at a position.
+  __device__ __forceinline__ int block(int position) const { return m_blocks.block(position); }
 };
 
 // With lists m_blocks are all positions of the n_block's list.
 struct ListedWorkTile : WorkTile {
   ListedBlocks blocks;
   const int32_t* turns;  // ListedArguments::turns of this list
+
+  __device__ __forceinline__ int block(int position) const {
+    return __ldg(blocks.entries + position);
+  }
 };
 
 // First workspace row of an m_block of a head of q.
@@ -107,7 +114,7 @@ class WorkTileSteps {
     return tile.m_blocks.block(position_);
   }
   __device__ __forceinline__ int block(const ListedWorkTile& tile) const {
-    return __ldg(tile.blocks.entries + position_);
+    return tile.block(position_);
   }
   __device__ __forceinline__ int position() const { return position_; }
   // Head of q.

@@ -1,6 +1,8 @@
 // The roles of the forward kernel for 8-bit inputs.
 #pragma once
 
+#include <type_traits>
+
 #include "forward/kernel.cuh"
 #include "forward/load_descales.cuh"
 #include "forward/mainloop_fp8.cuh"
@@ -15,12 +17,14 @@ struct QuantizedRoles {
   using Traits = QuantizedTraits<kConfig>;
   using Storage = QuantizedStorageOf<kConfig>;
   using Mainloop = MainloopFp8<kConfig>;
-  using Arguments = forward::Arguments;
+  using Arguments =
+      std::conditional_t<kConfig.listed, forward::ListedArguments, forward::Arguments>;
 
   static __device__ __forceinline__ void init(uint8_t* shared) {
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      zero_row_sum_columns<Traits::kBlockN>(shared + Traits::kVOffset + stage * Traits::kVBytes +
-                                            Traits::kRowSumOffset);
+    constexpr int kBoxes = Traits::kStages * (Traits::kBlockN / Traits::kBoxKeys);
+    for (int box = 0; box < kBoxes; ++box) {
+      zero_row_sum_columns<Traits::kBoxKeys>(shared + Traits::kVOffset + box * Traits::kBoxBytes +
+                                             Traits::kRowSumOffset);
     }
     if constexpr (Traits::kInteger) {
       write_bias_tile(reinterpret_cast<Storage*>(shared)->bias_tile);

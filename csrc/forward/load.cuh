@@ -197,7 +197,10 @@ class Producer {
     storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for K.
     uint8_t* stage = shared_ + Traits::kVOffset + v_.index() * Traits::kVBytes;
     if constexpr (Traits::kListed) {
-      load_listed_v<Traits>(args_, stage, storage_.v_full[v_.index()], load, group);
+      // Sync: as below.
+      const bool fills = Traits::kQuantized && group.ends_inside(load.tile.num_keys);
+      Barrier& full = fills ? storage_.v_unfilled_full[v_.index()] : storage_.v_full[v_.index()];
+      load_listed_v<Traits>(args_, stage, full, load, group);
       v_.advance();
       return;
     }
@@ -212,8 +215,8 @@ class Producer {
       if (args_.seqlens_k.cu_seqlens != nullptr) {
         permuted_key += static_cast<int>(first_permuted_key(load.kv_offset, load.tile.batch_idx));
       }
-      load_permuted_v<Traits::kBlockN, Traits::kHeadDim>(stage, &args_.v, full, kReadAgain,
-                                                         permuted_key, head);
+      full.arrive_and_expect(Traits::kBlockN * Traits::kHeadDim);
+      copy_permuted_v(stage, &args_.v, full, kReadAgain, permuted_key, head);
     } else {
       load_tile<Traits::kBlockN, Traits::kAtomsV, Traits::kAtomColumns>(
           stage, &args_.v, full, kReadAgain, load.kv_row_of(i), load.kv_head, load.kv_batch_coord);
@@ -268,21 +271,44 @@ class ZeroFill {
     const int keys =
         uniform(tile.num_keys - tile.n_blocks.block(tile.n_blocks.end - 1) * Traits::kBlockN);
     if (!needs_zero_fill<Traits>(args_, keys)) return;
-    storage_.v_unfilled_full[stage].wait(phases_ >> stage & 1);  // Sync: V is loaded.
-    phases_ ^= 1u << stage;
+    uint8_t* values = wait_for(stage);
     const int lane = threadIdx.x % 32;
-    uint8_t* values = shared_ + Traits::kVOffset + stage * Traits::kVBytes;
     if constexpr (Traits::kQuantized) {
       zero_fill_permuted_v<Traits::kBlockN, Traits::kHeadDim>(values, keys, lane, 32);
     } else {
       zero_fill_rows<Traits::kBlockN, Traits::kAtomsV>(values, keys, lane, 32);
     }
+    arrive(stage);
+  }
+
+  // 8 bits, with lists: fills the boxes of a group that end inside, in this stage.
+  template <class Group>
+  __device__ __forceinline__ void fill_group(int stage, const Group& group, int num_keys) {
+    if (!group.ends_inside(num_keys)) return;
+    uint8_t* values = wait_for(stage);
+#pragma unroll
+    for (int j = 0; j < Group::kBlocks; ++j) {
+      if (!group.ends_inside(j, num_keys)) continue;
+      zero_fill_permuted_v<kListColumns, Traits::kHeadDim>(
+          values + j * (Traits::kVBytes / Group::kBlocks), num_keys - group.first_key[j],
+          threadIdx.x % 32, 32);
+    }
+    arrive(stage);
+  }
+
+ private:
+  // Returns the V tile of a stage.
+  __device__ __forceinline__ uint8_t* wait_for(int stage) {
+    storage_.v_unfilled_full[stage].wait(phases_ >> stage & 1);  // Sync: V is loaded.
+    phases_ ^= 1u << stage;
+    return shared_ + Traits::kVOffset + stage * Traits::kVBytes;
+  }
+  __device__ __forceinline__ void arrive(int stage) {
     fence_async_proxy();
     __syncwarp();
     storage_.v_full[stage].arrive_warp();  // Sync: every lane has written its zeros and fenced.
   }
 
- private:
   const Arguments& args_;
   SharedStorageOf<kConfig>& storage_;
   uint8_t* shared_;

@@ -17,6 +17,7 @@ namespace flashattn3::forward {
 template <Config kConfig>
 class DescaleLoader {
   using Traits = QuantizedTraits<kConfig>;
+  using Tile = typename QuantizedStorageOf<kConfig>::Tile;
   static constexpr int kGroups = Traits::kDescaleGroups;
   static constexpr int kBlocksAtOnce = 32 / kGroups;  // one lane per scale group of each block
   // Lower bound on log2(descale_v / out_scale); values scaled below it are negligible.
@@ -40,7 +41,7 @@ class DescaleLoader {
     while (true) {
       // Sync: the producer has written the WorkTile, as for the consumers.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
-      const WorkTile& tile = storage_.tile[tile_.index()];
+      const Tile& tile = storage_.tile[tile_.index()];
       if (tile.first_row < 0) return;
       load(tile);
       __syncwarp();
@@ -50,7 +51,7 @@ class DescaleLoader {
   }
 
  private:
-  __device__ __forceinline__ void load(const WorkTile& tile) {
+  __device__ __forceinline__ void load(const Tile& tile) {
     const Descale &k_descales = args_.quantized.k, &v_descales = args_.quantized.v;
     const int lane = threadIdx.x % 32, head = tile.head / args_.qhead_per_kvhead;
     const float* k_of_head = k_descales.of(tile.batch_idx, head);
@@ -63,10 +64,7 @@ class DescaleLoader {
     for (int first = 0; first < num_blocks; first += kBlocksAtOnce) {
       // One lane per scale group of the next blocks. Keys past the end are masked and blocks past
       // the last are unused; their descales may not exist, so the indices are clamped.
-      const int block =
-          tile.n_blocks.block(tile.n_blocks.end - 1 - min(first + lane / kGroups, num_blocks - 1));
-      const int key = min(block * Traits::kBlockN + lane % kGroups * Traits::kKeysPerDescale,
-                          tile.num_keys - 1);
+      const int key = min(key_of(tile, num_blocks, first, lane), tile.num_keys - 1);
       const float k = k_descales.at(k_of_head, key), v = v_descales.at(v_of_head, key);
       any = any || __any_sync(~0u, !(fabsf(v) < kNothing));
       if (first == 0) out_scale = first_descale(v);
@@ -108,23 +106,42 @@ class DescaleLoader {
           weights = row_sum_column_bytes(exact ? 0.f : copysignf(exp2_approx(-shift), ratio));
         }
         if (first + j > 0)
-          load_row_sum_columns(k_.before(2), tile, last_row_sum_bytes, first + j == 1);
+          load_row_sum_columns(k_.before(2), tile, last_row_sum_bytes, first + j - 1);
         last_row_sum_bytes =
             __shfl_sync(~0u, weights, j * kGroups + row_sum_key(lane) / Traits::kKeysPerDescale);
       }
     }
     if (num_blocks > 0)
-      load_row_sum_columns(k_.before(1), tile, last_row_sum_bytes, num_blocks == 1);
+      load_row_sum_columns(k_.before(1), tile, last_row_sum_bytes, num_blocks - 1);
   }
 
-  // For the V tile at this stage. is_first: it is the work tile's first, which may need zero fill.
+  // A key of a lane's scale group, counted from the first-th of num_blocks blocks, or of groups of
+  // listed blocks, on. Past the end of a list it is one of the last block's.
+  static __device__ __forceinline__ int key_of(const Tile& tile, int num_blocks, int first,
+                                               int lane) {
+    if constexpr (Traits::kListed) {
+      const int key = first * Traits::kBlockN + lane * Traits::kKeysPerDescale;
+      const int entry = min(key / kListColumns, tile.blocks.num_blocks - 1);
+      const int block = max(__ldg(tile.blocks.entries + entry), 0);
+      return block * kListColumns + key % kListColumns;
+    } else {
+      const int block =
+          tile.n_blocks.block(tile.n_blocks.end - 1 - min(first + lane / kGroups, num_blocks - 1));
+      return block * Traits::kBlockN + lane % kGroups * Traits::kKeysPerDescale;
+    }
+  }
+
+  // For the work tile's i-th V tile, at this stage.
   __device__ __forceinline__ void load_row_sum_columns(PipelineState<Traits::kStages> at,
-                                                       const WorkTile& tile, uint32_t weights,
-                                                       bool is_first) {
-    if (is_first) zero_fill_.fill(at.index(), tile);
+                                                       const Tile& tile, uint32_t weights, int i) {
+    if constexpr (Traits::kListed) {
+      zero_fill_.fill_group(at.index(), group_of<Traits>(tile, i), tile.num_keys);
+    } else {
+      if (i == 0) zero_fill_.fill(at.index(), tile);
+    }
     // Sync: every consumer warp has released the stage.
     storage_.v_empty[at.index()].wait(at.phase());
-    write_row_sum_columns<Traits::kBlockN>(
+    write_row_sum_columns<Traits::kBlockN, Traits::kBoxKeys, Traits::kBoxBytes>(
         shared_ + Traits::kVOffset + at.index() * Traits::kVBytes + Traits::kRowSumOffset, weights,
         threadIdx.x % 32);
     fence_async_proxy();

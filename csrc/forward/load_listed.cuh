@@ -3,6 +3,7 @@
 
 #include "attention/mask_lists.cuh"
 #include "forward/listed_work_tile.cuh"
+#include "tile/permuted_v_tile.cuh"
 #include "tile/tma_load.cuh"
 
 namespace flashattn3::forward {
@@ -50,8 +51,18 @@ __device__ __forceinline__ void load_listed_k(const Arguments& args, uint8_t* st
 template <class Traits, class Load, class Group>
 __device__ __forceinline__ void load_listed_v(const Arguments& args, uint8_t* stage, Barrier& full,
                                               const Load& load, const Group& group) {
-  full.arrive_and_expect(Traits::kVBytes);
-  load_boxes<Traits, Traits::kAtomsV>(stage, &args.v, full, load, group);
+  if constexpr (Traits::kQuantized) {
+    const int head = load.kv_batch_coord * args.num_heads_kv + load.kv_head;
+    full.arrive_and_expect(Traits::kBlockN * Traits::kHeadDim);
+#pragma unroll
+    for (int j = 0; j < Group::kBlocks; ++j) {
+      copy_permuted_v(stage + j * (Traits::kVBytes / Group::kBlocks), &args.v, full, kReadAgain,
+                      group.first_key[j], head);
+    }
+  } else {
+    full.arrive_and_expect(Traits::kVBytes);
+    load_boxes<Traits, Traits::kAtomsV>(stage, &args.v, full, load, group);
+  }
 }
 
 }  // namespace flashattn3::forward

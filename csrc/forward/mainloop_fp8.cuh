@@ -69,7 +69,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
   // Starts O += P V with the V at this stage.
   __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
                                           PipelineState<kStages> at) {
-    gemm_rs_with_row_sum<kBlockN, kHeadDim>(o, p, this->v_desc(at));
+    gemm_rs_with_row_sum<kBlockN, kHeadDim, Traits::kBoxKeys>(o, p, this->v_desc(at));
   }
 
   // Takes S of the first block; returns while the last PV GEMM is in flight.
@@ -86,7 +86,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
     scale.complete(q_factor_);
     int highest[2];
     float factor[2];  // of out
-    exponents(s, softmax, scale, highest, at);
+    exponents(s, softmax, scale, highest, at, kv_);
     update_row_max(s, softmax, factor, scale, kv_, highest, at.is_full());
     this->release_k(kv_);
     Softmax::pack(p, s);
@@ -114,7 +114,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
         if (__builtin_expect(!common || rescales, false)) {
           warpgroup_fence_operand(s);
           if (!common) {
-            exponents(s, softmax, scale, highest, at);
+            exponents(s, softmax, scale, highest, at, kv);
             rescales = __any_sync(~0u, softmax.may_rescale(highest) || scale.is_special());
           }
           if (rescales) {
@@ -177,12 +177,13 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
     this->release_v(kv_);
   }
 
-  // Converts scores to codes relative to row_max; masked scores become -inf.
+  // Converts scores to codes relative to row_max; masked scores become -inf. kv: stage of K.
   __device__ __forceinline__ void exponents(Scores& s, Softmax& softmax, Scale& scale,
-                                            int (&highest)[2], const BlockWalk& at) const {
+                                            int (&highest)[2], const BlockWalk& at,
+                                            const PipelineState<kStages>& kv) const {
     transform(s, scale);
     softmax.subtract_row_max(s, scale, highest);
-    this->mask(s, at, kv_);
+    this->mask(s, at, kv);
   }
 
   // Changes row_max where needed (softmax_e4m3.cuh); returns whether one fell. kv: stage of K.

@@ -84,7 +84,7 @@ struct KernelTraits {
   static_assert(!kBias || (kBiasOffset % 1024 == 0 && !kQuantized && !kConfig.cached));
   // With a mask a row may see no key of a block; a bias of -inf has the same effect.
   static_assert(kMasked || !kBias);
-  static_assert(!kListed || (kMasked && !kBias && !kQuantized && !kConfig.cached));
+  static_assert(!kListed || (kMasked && !kBias && !kConfig.cached));
   static_assert(!kListed || (kBlockM == kListRows && kBlockN % kListColumns == 0));
   static_assert(kBitsOffset + kStages * kBitTilesBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/block_scale.cuh"
+#include "forward/listed_work_tile.cuh"
 #include "forward/traits.cuh"
 #include "tile/gemm_int8.cuh"
 
@@ -24,7 +25,10 @@ struct QuantizedTraits : KernelTraits<kConfig> {
   static constexpr int kLowest = kHeadDim > 128 && !kInteger ? 7 : 5;
   static constexpr int kKeysPerDescale = kConfig.keys_per_descale;
   static constexpr int kDescaleGroups = kBlockN / kKeysPerDescale;
-  static constexpr int kRowSumOffset = kBlockN * kHeadDim;  // row sum columns follow V's columns
+  // Each box of V, of so many keys, is followed by its row sum columns.
+  static constexpr int kBoxKeys = kv_box_rows(kConfig);
+  static constexpr int kRowSumOffset = kBoxKeys * kHeadDim;
+  static constexpr int kBoxBytes = kRowSumOffset + kBoxKeys * kRowSumColumns;
   // KV blocks between promotions of O, and promotions to bf16 before the bf16 sums are added to the
   // fp32 sums (promotion.cuh).
   static constexpr int kPromotionBlocks = kConfig.promote_keys / kBlockN;
@@ -32,12 +36,13 @@ struct QuantizedTraits : KernelTraits<kConfig> {
 
   static_assert(kKeysPerDescale % 32 == 0 && kBlockN % kKeysPerDescale == 0);
   static_assert(kConfig.promote_keys % kBlockN == 0);
+  static_assert(kBoxKeys % kKeysPerDescale == 0 && kBlockN / kBoxKeys * kBoxBytes == Base::kVBytes);
 };
 
 // Barriers as in SharedStorage. Further, k_full and v_full count an arrival of the DescaleLoader
 // warp, which waits for k_empty and v_empty as the producer does. It also writes V's zero fill.
-template <int kStages, int kQBuffers, int kDescaleGroups, int kSumsRows>
-struct QuantizedStorage : SharedStorage<kStages, kQBuffers> {
+template <class Base, int kStages, int kDescaleGroups, int kSumsRows>
+struct QuantizedStorage : Base {
   // k_full covers it. The last is of no stage: it is read, and not used, where a work tile has no
   // next block.
   KvDescales<kDescaleGroups> kv_descales[kStages + 1];
@@ -47,7 +52,7 @@ struct QuantizedStorage : SharedStorage<kStages, kQBuffers> {
 };
 
 template <Config kConfig>
-using QuantizedStorageOf = QuantizedStorage<kConfig.num_stages, kConfig.num_q_buffers,
+using QuantizedStorageOf = QuantizedStorage<SharedStorageOf<kConfig>, kConfig.num_stages,
                                             QuantizedTraits<kConfig>::kDescaleGroups,
                                             promotes_in_smem(kConfig) ? kConfig.block_m : 1>;
 

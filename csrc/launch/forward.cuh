@@ -162,7 +162,8 @@ auto make_forward_arguments(const ForwardParams& params) {
                            forward::kv_box_rows(kConfig));
   if constexpr (kQuantized) {
     args.v = make_permuted_v_map(params.v, params.q, params.quantized.num_permuted_keys,
-                                 k_shape.heads * k_shape.batch, kConfig.head_dim, kConfig.block_n);
+                                 k_shape.heads * k_shape.batch, kConfig.head_dim,
+                                 forward::kv_box_rows(kConfig));
     args.quantized = quantized_arguments(params);
   } else {
     args.v = make_tensor_map("v", kConfig.dtype, params.v, params.q, v_shape, params.v_stride,

@@ -10,13 +10,11 @@
 
 namespace flashattn3 {
 
-// Arrives at `full` and copies a tile, from permuted_key of a head on, a multiple of kCoreRowKeys.
-// The bytes complete the phase.
-template <int kKeys, int kColumns>
-__device__ __forceinline__ void load_permuted_v(uint8_t* tile, const void* tensor_map,
+// Copies the map's box, from permuted_key of a head on, a multiple of kCoreRowKeys. `full`, which
+// already expects the bytes, counts them.
+__device__ __forceinline__ void copy_permuted_v(uint8_t* tile, const void* tensor_map,
                                                 Barrier& full, uint64_t cache_hint,
                                                 int permuted_key, int head) {
-  full.arrive_and_expect(kKeys * kColumns);
   cute::SM90_TMA_LOAD_4D::copy(tensor_map, &full.word, cache_hint, tile, 0,
                                permuted_key / kCoreRowKeys, 0, head);
 }

@@ -31,7 +31,7 @@ constexpr int kUsedRowSumColumns = 4;  // the other columns are 0
 // Range of log2 of the factor in which a weight represents its inverse to 12 bits.
 constexpr float kLeastFactor = -2.f, kGreatestFactor = 14.f;
 
-// All threads of the CTA call it before its first __syncthreads. weights: of kKeys keys.
+// All threads of the CTA call it before its first __syncthreads. weights: of a box of kKeys keys.
 template <int kKeys>
 __device__ __forceinline__ void zero_row_sum_columns(uint8_t* weights) {
   for (int i = threadIdx.x; i < kKeys * kRowSumColumns / 4; i += blockDim.x) {
@@ -56,13 +56,17 @@ __device__ __forceinline__ int row_sum_key(int lane) {
 }
 
 // A warp calls it. columns: row_sum_column_bytes of the weight that the lane's 16 keys share.
-template <int kKeys>
+// kBoxKeys: keys of a box, whose weights are kBoxBytes behind those of the one before.
+template <int kKeys, int kBoxKeys, int kBoxBytes>
 __device__ __forceinline__ void write_row_sum_columns(uint8_t* weights, uint32_t columns,
                                                       int lane) {
   static_assert(kKeys <= 32 / kUsedRowSumColumns * kCoreRowKeys);
   if (row_sum_key(lane) >= kKeys) return;
   const int column = lane % kUsedRowSumColumns;
   const uint32_t bytes = __byte_perm(columns, 0, column * 0x1111);
+  if constexpr (kBoxKeys < kKeys) {
+    weights += row_sum_key(lane) / kBoxKeys * (kBoxBytes - kBoxKeys * kRowSumColumns);
+  }
   *reinterpret_cast<uint4*>(weights + row_sum_key(lane) * kRowSumColumns + column * kCoreRowKeys) =
       make_uint4(bytes, bytes, bytes, bytes);
 }
@@ -75,9 +79,9 @@ __device__ __forceinline__ uint64_t permuted_v_desc(uint32_t low) {
   return static_cast<uint64_t>(kHigh) << 32 | low;
 }
 
-// Starts out += p * v, with the row sums as out's last columns. v: permuted V tile of kN keys x
-// kHeadDim columns, followed by the row sum columns.
-template <int kN, int kHeadDim>
+// Starts out += p * v, with the row sums as out's last columns. v: permuted V tiles of kBoxKeys
+// keys x kHeadDim columns, each followed by its row sum columns, of kN keys in all.
+template <int kN, int kHeadDim, int kBoxKeys>
 __device__ __forceinline__ void gemm_rs_with_row_sum(float (&out)[(kHeadDim + kRowSumColumns) / 2],
                                                      const Probabilities<ElementType::kE4m3, kN>& p,
                                                      uint32_t v) {
@@ -87,13 +91,15 @@ __device__ __forceinline__ void gemm_rs_with_row_sum(float (&out)[(kHeadDim + kR
   cute::warpgroup_arrive();
 #pragma unroll
   for (int step = 0; step < kN / 32; ++step) {
-    const uint32_t at = v + step * (2 * kCoreBytes / 16);
+    uint32_t at = v + step * (2 * kCoreBytes / 16);
+    if constexpr (kBoxKeys < kN) at += step / (kBoxKeys / 32) * (kBoxKeys * kHeadDim / 16);
     if constexpr (kFirst > 0) {
       Wgmma<ElementType::kE4m3, kFirst>::rs(reinterpret_cast<float (&)[kFirst / 2]>(out), p[step],
-                                            permuted_v_desc<kN>(at));
+                                            permuted_v_desc<kBoxKeys>(at));
     }
     Wgmma<ElementType::kE4m3, kRest>::rs(reinterpret_cast<float (&)[kRest / 2]>(out[kFirst / 2]),
-                                         p[step], permuted_v_desc<kN>(at + kFirst * kN / 16));
+                                         p[step],
+                                         permuted_v_desc<kBoxKeys>(at + kFirst * kBoxKeys / 16));
   }
   cute::warpgroup_commit_batch();
 }

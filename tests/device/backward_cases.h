@@ -163,6 +163,18 @@ lists, d40, other strides | q 200, k 200, heads 2, d 40, head_major, padding 8, 
     lists 1 1
 lists, long | batch 2, q 1500, k 1500, heads 8 4, lists 2 8
 lists, many tiles, d64 | batch 4, q 800, k 800, heads 16 16, d 64, lists 1 16
+lists of heads, d192, values 128 | q 200, k 300, heads 2, d 192 128, lists 1 2, dlse
+lists of each sequence and head, gqa, d192, values 128 | batch 2, q 130, k 150, heads 4 2,
+    d 192 128, lists 2 4
+lists, softcap, sinks, fp16, d192, values 128 | fp16, q 70, k 130, heads 2 2, d 192 128, softcap 5,
+    lists 1 2, sinks
+lists, many tiles, d192, values 128 | batch 2, q 700, k 800, heads 16 8, d 192 128, lists 2 16
+lists of heads, d256 | q 200, k 300, heads 2, d 256, lists 1 2, dlse
+lists of each sequence and head, gqa, d256 | batch 2, q 130, k 150, heads 4 2, d 256, lists 2 4
+lists, softcap, sinks, fp16, d256 | fp16, q 70, k 130, heads 2 2, d 256, softcap 5, lists 1 2, sinks
+lists, one query, one key, d256 | q 1, k 1, heads 2, d 256, lists 1 2
+lists, many keys, d256 | q 150, k 2100, d 256, lists 1 1
+lists, many tiles, d256 | batch 2, q 700, k 800, heads 16 8, d 256, lists 2 16
 )";
 
 inline std::vector<Case> backward_cases() {

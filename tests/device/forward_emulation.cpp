@@ -35,7 +35,7 @@ struct Launch {
 
 template <forward::Config kConfig>
 static Launch prepare_listed(const ForwardParams& params) {
-  if constexpr (kConfig.listed) {
+  if constexpr (kConfig.listed && !is_quantized(kConfig.dtype)) {
     const auto args = make_forward_arguments<kConfig>(params);
     return {num_persistent_ctas(params, args.scheduler.num_tiles),
             forward::num_threads(kConfig),

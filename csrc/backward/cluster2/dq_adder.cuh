@@ -12,8 +12,9 @@ template <class Traits>
 class DqAdder {
  public:
   using Quarter = float[Traits::kQuarter / 2];
+  using Tile = typename Traits::Tile;
 
-  __device__ __forceinline__ DqAdder(const Arguments& args, const WorkTile& tile,
+  __device__ __forceinline__ DqAdder(const Arguments& args, const Tile& tile,
                                      typename Traits::Storage& storage, int warpgroup, int rank)
       : args_(args), tile_(tile), storage_(storage), warpgroup_(warpgroup), rank_(rank) {}
 
@@ -31,7 +32,7 @@ class DqAdder {
   // memory accesses, also to shared memory, wait until these are issued.
   template <bool kFirst>
   __device__ __forceinline__ void add(const Quarter& dq) {
-    const int64_t block = dq_accum_of_head_ + tile_.m_blocks.block(position_);
+    const int64_t block = dq_accum_of_head_ + tile_.block(position_);
     const int quarter = rank_ * 2 + warpgroup_;
     const bool waits = args_.deterministic || args_.zeroes_dq;
     // Sync: all earlier tiles have added their dQ, or dq_accum is zero.
@@ -66,7 +67,7 @@ class DqAdder {
 
  private:
   const Arguments& args_;
-  const WorkTile& tile_;
+  const Tile& tile_;
   typename Traits::Storage& storage_;
   int warpgroup_, rank_;
   BlockOrder order_;

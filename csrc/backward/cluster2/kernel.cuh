@@ -35,7 +35,7 @@ __device__ __forceinline__ int draw_tile(const Arguments& args, Storage& storage
 // The template argument is a type and not a Config, as for forward::attention_kernel.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
-    attention_kernel(const __grid_constant__ Arguments args) {
+    attention_kernel(const __grid_constant__ typename Traits::Arguments args) {
   constexpr Config kConfig = Traits::kConfig;
   using Storage = typename Traits::Storage;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
   if (threadIdx.x == 0) {
     storage.init();
     if (index < count_tiles(args.scheduler)) {
-      storage.tile = describe_work_tile<2 * Traits::kBlockN>(args, index);
+      storage.tile =
+          describe_work_tile<2 * Traits::kBlockN, false, typename Traits::Tile>(args, index);
     } else {
       storage.tile.first_key = storage.tile.num_keys = 0;  // varlen: fewer tiles than clusters
     }
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) __cluster_dims__(2, 1, 1)
   const bool loads = warpgroup == Traits::kConsumers && warp == 0;
   if (!loads) cluster_wait();  // Sync: the other CTA's barriers are initialised.
 
-  const WorkTile& tile = storage.tile;
+  const typename Traits::Tile& tile = storage.tile;
   // Both CTAs have the same tile, so both return here or neither does.
   if (tile.first_key >= tile.num_keys) return;
   const int num_steps = tile.m_blocks.count() * args.qhead_per_kvhead;

@@ -14,10 +14,11 @@
 namespace flashattn3::backward::cluster2 {
 
 template <Config kConfig>
-__device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile, uint8_t* shared,
-                                     int num_steps, int rank) {
+__device__ __forceinline__ void load(const Arguments& args,
+                                     const typename KernelTraits<kConfig>::Tile& tile,
+                                     uint8_t* shared, int num_steps, int rank) {
   using Traits = KernelTraits<kConfig>;
-  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   constexpr int kHalfAtoms = Traits::kAtoms / 2;
   const int first = tile.key_offset + tile.first_key;
   storage.keys_full.arrive_and_expect(2 * Traits::kNBlockBytes + Traits::kNBlockBytes / 2);
@@ -38,7 +39,7 @@ __device__ __forceinline__ void load(const Arguments& args, const WorkTile& tile
   const BlockOrder order = BlockOrder::of(tile);
   int head = tile.head * args.qhead_per_kvhead, position = tile.start;
   for (int i = 0; i < num_steps; ++i) {
-    const int block = tile.m_blocks.block(position);
+    const int block = tile.block(position);
     const int row = tile.row_offset + block * kBlockM;
     const int at = static_cast<int>(workspace_row(args, tile, head, block));
     // Sync: every consumer warp has released the buffer.
@@ -84,14 +85,14 @@ __device__ __forceinline__ void exchange_ds(uint8_t* shared, int num_steps, uint
 }
 
 // Calls visit(at, number, position) for each step. number: of the m_block in the workspace.
-template <class Visit>
-__device__ __forceinline__ void for_each_m_block(const Arguments& args, const WorkTile& tile,
+template <class Tile, class Visit>
+__device__ __forceinline__ void for_each_m_block(const Arguments& args, const Tile& tile,
                                                  int num_steps, Visit visit) {
   PipelineState<2> at{0};
   const BlockOrder order = BlockOrder::of(tile);
   int head = tile.head * args.qhead_per_kvhead, position = tile.start;
   for (int i = 0; i < num_steps; ++i) {
-    const int block = tile.m_blocks.block(position);
+    const int block = tile.block(position);
     visit(at, workspace_row(args, tile, head, block) / kBlockM, position);
     at.advance();
     position = order.next(position);
@@ -121,7 +122,8 @@ __device__ __forceinline__ void write_zeros(const Arguments& args, int64_t numbe
 // Deterministic: tells the consumers when this tile may add a step's dQ to dq_accum, to which the
 // first tile writes zeros if Arguments::zeroes_dq. A warp calls it.
 template <class Traits>
-__device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const WorkTile& tile,
+__device__ __forceinline__ void poll_dq_semaphore(const Arguments& args,
+                                                  const typename Traits::Tile& tile,
                                                   uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   const bool polls = threadIdx.x % 32 == 0;
@@ -143,7 +145,8 @@ __device__ __forceinline__ void poll_dq_semaphore(const Arguments& args, const W
 // Deterministic: increments dq_semaphore for each step. The increment waits until the CTA's
 // additions are in memory, which no consumer warp should wait for.
 template <class Traits>
-__device__ __forceinline__ void release_dq_semaphore(const Arguments& args, const WorkTile& tile,
+__device__ __forceinline__ void release_dq_semaphore(const Arguments& args,
+                                                     const typename Traits::Tile& tile,
                                                      uint8_t* shared, int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   const auto visit = [&](const PipelineState<2>& at, int64_t number, int) {
@@ -158,8 +161,9 @@ __device__ __forceinline__ void release_dq_semaphore(const Arguments& args, cons
 // no tile has claimed, and tells the consumers when they may add to it. No tile waits for another
 // one's additions, only for zeros, which do not wait. A warp calls it.
 template <class Traits>
-__device__ __forceinline__ void zero_dq_accum(const Arguments& args, const WorkTile& tile,
-                                              uint8_t* shared, int num_steps, int rank) {
+__device__ __forceinline__ void zero_dq_accum(const Arguments& args,
+                                              const typename Traits::Tile& tile, uint8_t* shared,
+                                              int num_steps, int rank) {
   auto& storage = *reinterpret_cast<typename Traits::Storage*>(shared);
   const bool claims = threadIdx.x % 32 == 0;
   const auto visit = [&](const PipelineState<2>& at, int64_t number, int) {

@@ -29,6 +29,7 @@ namespace flashattn3::backward::cluster2 {
 template <Config kConfig>
 class Consumer {
   using Traits = KernelTraits<kConfig>;
+  using Tile = typename Traits::Tile;
   static constexpr ElementType kElement = Traits::kElement;
   static constexpr int kThreads = 128 * Traits::kConsumers;
   static constexpr int kAtomStride = 64 * 128;
@@ -39,11 +40,11 @@ class Consumer {
 
  public:
   // warpgroup: 0 or 1, the same in all lanes of a warp.
-  __device__ __forceinline__ Consumer(const Arguments& args, const WorkTile& tile, uint8_t* shared,
+  __device__ __forceinline__ Consumer(const Arguments& args, const Tile& tile, uint8_t* shared,
                                       int warpgroup, int rank)
       : args_(args),
         tile_(tile),
-        storage_(*reinterpret_cast<SharedStorage*>(shared)),
+        storage_(*reinterpret_cast<typename Traits::Storage*>(shared)),
         shared_(shared),
         warpgroup_(warpgroup),
         rank_(rank),
@@ -54,8 +55,13 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     const int num_blocks = uniform(tile_.m_blocks.end) - uniform(tile_.m_blocks.begin);
+    KeyGradient dk, dv;
     if (num_blocks == 0) {
-      if (warpgroup_ == 0) {
+      if constexpr (Traits::kListed) {  // other parts of the heads may see the keys
+#pragma unroll
+        for (int i = 0; i < Traits::kHalf / 2; ++i) dk[i] = dv[i] = 0.f;
+        reduce_and_store(dk, dv);
+      } else if (warpgroup_ == 0) {
         store_zeros(key_target(args_, tile_, warp_first_key()));
       } else {
         store_zeros(value_target(args_, tile_, warp_first_key()));
@@ -63,11 +69,10 @@ class Consumer {
       return;
     }
     const int num_steps = num_blocks * args_.qhead_per_kvhead;
-    full_blocks_ = full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
+    full_blocks_ = full_positions();
     order_ = BlockOrder::uniform_of(tile_);
     scores_position_ = ds_position_ = uniform(tile_.start);
     adder_.begin(order_, scores_position_);
-    KeyGradient dk, dv;
     // dQ of the previous step, copied out of WGMMA's accumulators: ptxas would serialize the GEMMs
     // of a step in which accumulators are read.
     QueryGradient finished;
@@ -83,11 +88,19 @@ class Consumer {
     adder_.template add<true>(finished);
     adder_.template add<false>(finished);
     adder_.end();
-    const int warp = rank_ * 4 * Traits::kConsumers + threadIdx.x / 32;
-    if (reduce_parts<kConfig>(args_, tile_, warp, dk, dv)) store(dk, dv);
+    reduce_and_store(dk, dv);
   }
 
  private:
+  // Positions of m_blocks that see all of the CTA's keys.
+  __device__ __forceinline__ BlockRange full_positions() const {
+    if constexpr (Traits::kListed) {
+      return {0, uniform(tile_.blocks.num_full)};
+    } else {
+      return full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
+    }
+  }
+
   // Prologue: computes P and dS of the first step, and S of the second if there is one.
   __device__ __forceinline__ void begin(Scores& s, bool more) {
     Scores dp;
@@ -95,9 +108,10 @@ class Consumer {
     start_next_qk(s);
     Scores lse;
     load_lse(lse);
+    const auto bits = load_bits();
     warpgroup_wait<0>();
     warpgroup_fence_operand(s);
-    make_probabilities(s, lse, p);
+    make_probabilities(s, lse, bits, p);
     start_dp(dp);
     warpgroup_wait<0>();
     warpgroup_fence_operand(dp);
@@ -117,6 +131,7 @@ class Consumer {
     const uint32_t b = step_.index();
     Scores lse;  // loaded before the GEMMs start: these loads are slow during WGMMA
     if constexpr (kMore > 0) load_lse(lse);
+    const auto bits = load_bits<(kMore > 0)>();
     storage_.ds_full[b].wait(step_.phase());  // Sync: all eight warps have written P, dS.
     gemm_ss_mn_b<kElement, Traits::kHalf>(dv, at(Traits::kPOffset + b * Traits::kDsBytes),
                                           at(Traits::kDoutOffset + half()));
@@ -125,7 +140,7 @@ class Consumer {
     warpgroup_wait<1>();
     storage_.dout_empty.arrive_warp();  // Sync: this warp is done with dO.
     uint32_t p[kQueries / 4];
-    if constexpr (kMore > 0) make_probabilities(s, lse, p);
+    if constexpr (kMore > 0) make_probabilities(s, lse, bits, p);
     QueryGradient dq;
     storage_.other_full[b].wait(step_.phase());  // Sync: the other CTA's dS has arrived.
     start_dq(dq, b);
@@ -177,17 +192,37 @@ class Consumer {
     load_per_column(lse, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries);
   }
 
+  // The bits of the step at ds_at_ in this thread's rows, which only a partial block has.
+  template <bool kAny = true>
+  __device__ __forceinline__ auto load_bits() const {
+    if constexpr (kAny && Traits::kListed) {
+      HalfBlockBits bits{};
+      if (full_blocks_.has(ds_position_)) return bits;
+      const int tile = tile_.blocks.first_tile + ds_position_ - full_blocks_.end;
+      bits.load(static_cast<const ListedArguments&>(args_).lists.tile(tile),
+                rank_ * 64 + thread_row(threadIdx.x % 128), warpgroup_);
+      return bits;
+    } else {
+      return NoBits{};
+    }
+  }
+
   // Computes P of the step at ds_at_ and stores it to a buffer that all warps have read: a warp
   // writes dS of the previous step after its GEMM with P of the step before that. p: P,
   // times the cap's derivative if there is a cap.
-  __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse,
+  template <class Bits>
+  __device__ __forceinline__ void make_probabilities(Scores& s, const Scores& lse, const Bits& bits,
                                                      uint32_t (&p)[kQueries / 4]) {
     const int block = tile_.m_blocks.block(ds_position_);
     const auto term = term_of(block);
     exponentiate(s, lse, args_.score_scale, term);
     if (ds_position_ < full_blocks_.begin || ds_position_ >= full_blocks_.end) {
-      mask_probabilities<kQueries>(s, mask(), warp_first_key() + thread_row(threadIdx.x % 32),
-                                   block * kBlockM + warpgroup_ * kQueries);
+      if constexpr (Traits::kListed) {
+        bits.hide(s, 0.f);
+      } else {
+        mask_probabilities<kQueries>(s, mask(), warp_first_key() + thread_row(threadIdx.x % 32),
+                                     block * kBlockM + warpgroup_ * kQueries);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kQueries / 4; ++i) p[i] = pack<kElement>(s[2 * i], s[2 * i + 1]);
@@ -265,7 +300,9 @@ class Consumer {
         at(Traits::kOtherKOffset + warpgroup_ * kAtomStride));
   }
 
-  __device__ __forceinline__ void store(const KeyGradient& dk, const KeyGradient& dv) {
+  __device__ __forceinline__ void reduce_and_store(KeyGradient& dk, KeyGradient& dv) const {
+    const int warp = rank_ * 4 * Traits::kConsumers + threadIdx.x / 32;
+    if (!reduce_parts<kConfig>(args_, tile_, warp, dk, dv)) return;
     // V's buffer is free: both warpgroups' last dP was complete before the last dS was.
     uint8_t* staged =
         shared_ + Traits::kVOffset + half() + threadIdx.x % 128 / 32 * kRowsOfWarp * 128;
@@ -322,8 +359,8 @@ class Consumer {
   }
 
   const Arguments& args_;
-  const WorkTile& tile_;
-  SharedStorage& storage_;
+  const Tile& tile_;
+  typename Traits::Storage& storage_;
   uint8_t* shared_;
   int warpgroup_, rank_;
   int first_key_;           // of the CTA

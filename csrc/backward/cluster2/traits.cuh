@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "backward/arguments.h"
 #include "backward/config.h"
 #include "backward/work_tile.cuh"
 #include "ptx/mbarrier.cuh"
@@ -24,7 +26,9 @@ namespace flashattn3::backward::cluster2 {
 //   Deterministic only:
 //   dq_released[b]  1: the thread in release_dq_semaphore: the other two may be reused
 // Step i uses buffer b = i % 2 of all but dO.
+template <class TheTile>
 struct SharedStorage {
+  using Tile = TheTile;
   float lse[2][kBlockM];
   float minus_delta[kBlockM];
   Barrier keys_full;
@@ -34,7 +38,7 @@ struct SharedStorage {
   Barrier other_full[2], other_empty[2];
   Barrier dq_ready[2], dq_added[2], dq_released[2];
   int32_t tile_index;  // deterministic, in CTA 0 of the cluster: index of the cluster's tile
-  WorkTile tile;
+  Tile tile;
   float slopes[2];  // of the query head; written before q_full
 
   // One thread calls it, before the CTA's first __syncthreads and the cluster's first barrier.
@@ -54,9 +58,11 @@ struct SharedStorage {
 
 template <Config kTheConfig>
 struct KernelTraits {
-  using Storage = SharedStorage;
   static constexpr Config kConfig = kTheConfig;
-  using Arguments = backward::Arguments;
+  static constexpr bool kListed = kConfig.listed;
+  using Arguments = std::conditional_t<kListed, ListedArguments, backward::Arguments>;
+  using Tile = std::conditional_t<kListed, ListedWorkTile, WorkTile>;
+  using Storage = SharedStorage<Tile>;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kConsumers = kConfig.num_mma_warpgroups;

@@ -59,6 +59,7 @@ template <Config kTheConfig>
 struct KernelTraits {
   static constexpr Config kConfig = kTheConfig;
   using Arguments = backward::Arguments;
+  using Tile = WorkTile;
   using Storage = SharedStorage;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr int kHeadDim = kConfig.head_dim;

@@ -53,6 +53,7 @@ CAPABILITY = 90
 # The backward recomputes tanh from P and lse, with an error of about 1e-5 / cap.
 SMALLEST_GRADIENT_CAP = 2.0**-6
 LARGEST_WITH_BIAS = 128  # head dim
+LARGEST_MASKED_8_BIT = 128
 # Every DECODE_TILE_ROWS packed rows read the keys again, and 16 rows have kernels of their own.
 PACKED = packed.Limits(few=16, most=256)
 
@@ -268,8 +269,10 @@ def score_reason(problem: Problem) -> str | None:
     terms += [name for name, given in asked.items() if given]
     if len(terms) > 1:
         return f"has no kernel for {terms[0]} and {terms[1]} together"
-    if problem.dtype in EIGHT_BIT and terms:
+    if problem.dtype in EIGHT_BIT and terms and problem.mask is None:
         return f"has no kernel of 8 bits for {terms[0]}"
+    if problem.dtype in EIGHT_BIT and terms and problem.head_dim > LARGEST_MASKED_8_BIT:
+        return f"takes a mask of 8 bits up to head_dim {LARGEST_MASKED_8_BIT}"
     if problem.bias is not None and max(problem.head_dim, problem.head_dim_v) > LARGEST_WITH_BIAS:
         return f"takes a bias up to head_dim {LARGEST_WITH_BIAS}"
     if problem.bias is not None and 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):

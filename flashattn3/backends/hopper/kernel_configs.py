@@ -214,6 +214,7 @@ MEASURED_64 = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-25"
 MEASURED_SHORT = "H100 80GB HBM3, flashattn3 bench --suite shapes, 2026-11-26"
 MEASURED_192 = "H100 80GB HBM3, forward_check --time, 2026-11-24"
 MEASURED_MASK = "H100 80GB HBM3, beside dense calls, 2026-11-27"
+MEASURED_LISTS = "H100 80GB HBM3, beside FlexAttention, 2026-11-28"
 MEASURED_BIAS = "H100 80GB HBM3, beside FlexAttention, 2026-11-27"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 MEASURED_SCORES = "H100 80GB HBM3, forward_check, 2026-11-27"
@@ -310,6 +311,12 @@ FORWARD_CONFIGS = (
         EIGHT_BIT, 256, True, 128, 128, 2, 2, 2, 64, 768, max_seqlen_k=768, measured=MEASURED_8
     ),
     *_forward_configs(EIGHT_BIT, 256, True, 128, 128, 2, 2, 1, 64, 768, measured=MEASURED_8),
+    *_forward_configs(
+        EIGHT_BIT, 64, True, 128, 128, 4, 2, 2, 64, 768, listed=True, measured=MEASURED_LISTS
+    ),
+    *_forward_configs(
+        EIGHT_BIT, 128, True, 128, 128, 4, 2, 2, 64, 768, listed=True, measured=MEASURED_LISTS
+    ),
 )
 
 BACKWARD_MEASURED = "H100 80GB HBM3, backward_check --time, 2026-11-22"
@@ -325,6 +332,8 @@ BACKWARD_CONFIGS = (
     *_backward_configs(128, 128, 2, 2, term=BIAS, measured=MEASURED_BIAS),
     *_backward_configs(64, 64, 4, 2, listed=True, measured=MEASURED_MASK),
     *_backward_configs(128, 128, 2, 2, listed=True, measured=MEASURED_MASK),
+    *_backward_configs(192, 128, 2, 2, listed=True, measured=MEASURED_LISTS),
+    *_backward_configs(256, 256, 2, 2, listed=True, measured=MEASURED_LISTS),
     *_backward_configs(192, 128, 2, 2, measured=BACKWARD_MEASURED_192_128),
     *_backward_configs(192, 192, 2, 2, measured=BACKWARD_MEASURED_192),
     *_backward_configs(256, 256, 2, 2, measured=BACKWARD_MEASURED),

@@ -60,33 +60,38 @@ inline void check_blocks(Result& result) {
 
 constexpr int kColumns = 1000;
 
-// found: of each block of the group its first key, whether it is partial, and its bit tile.
+// found: of each block of the group its first key, whether it is partial, its bit tile, and whether
+// it ends inside.
 __global__ void store_groups(ListedBlocks blocks, int* found) {
   const ListedGroup<128> group(blocks, threadIdx.x, kColumns);
-  int* at = found + threadIdx.x * 7;
+  int* at = found + threadIdx.x * 10;
   for (int j = 0; j < 2; ++j) {
     at[3 * j] = group.first_key[j], at[3 * j + 1] = group.is_partial(j);
     at[3 * j + 2] = group.is_partial(j) ? group.tile(j) : -1;
   }
-  at[6] = group.num_partial();
+  at[6] = group.num_partial(), at[7] = group.ends_inside(kColumns);
+  for (int j = 0; j < 2; ++j) at[8 + j] = group.ends_inside(j, kColumns);
 }
 
 inline void check_groups(Result& result) {
-  const std::vector<int> entries = {9, 4, 7, 1, 0, 99};
+  const std::vector<int> entries = {9, 4, 7, 15, 0, 99};  // 15 ends inside, at 1024
   Array<int> given(entries);
   for (int num_full = 0; num_full <= 5; ++num_full) {
-    Array<int> found(3 * 7);
+    Array<int> found(3 * 10);
     launch(store_groups, 1, 3, 0, ListedBlocks{given.device(), num_full, 5, 20}, found.device());
     const std::vector<int>& at = found.download();
     for (int i = 0; i < 6; ++i) {
       const bool partial = i >= num_full && i < 5;
-      const int* block = &at[i / 2 * 7 + i % 2 * 3];
-      result.equal(i < 5 ? 64 * entries[i] : kColumns, block[0], "first key", i, num_full);
+      const int* block = &at[i / 2 * 10 + i % 2 * 3];
+      result.equal(i < 5 ? 64 * entries[i] : 1024, block[0], "first key", i, num_full);
       result.equal(partial, block[1], "is partial", i, num_full);
       result.equal(partial ? 20 + i - num_full : -1, block[2], "tile", i, num_full);
     }
     for (int i = 0; i < 3; ++i) {
-      result.equal(at[i * 7 + 1] + at[i * 7 + 4], at[i * 7 + 6], "partial blocks", i, num_full);
+      const int* group = &at[i * 10];
+      result.equal(group[1] + group[4], group[6], "partial blocks", i, num_full);
+      result.equal(i == 1, group[7], "a block ends inside", i, num_full);
+      for (int j = 0; j < 2; ++j) result.equal(2 * i + j == 3, group[8 + j], "ends inside", i, j);
     }
   }
 }
@@ -100,6 +105,39 @@ __global__ void store_hidden(const uint8_t* tile, float* found) {
   bits.fill(0, ~0u), bits.load(1, tile), bits.fill(2, 0);
   bits.hide(s, 0.f);
   for (int i = 0; i < kRegisters; ++i) found[threadIdx.x * kRegisters + i] = s[i];
+}
+
+// Of a warpgroup whose first row is first_row: half of a block's columns.
+__global__ void store_half_hidden(const uint8_t* tile, int first_row, int half, float* found) {
+  float s[HalfBlockBits::kRegisters];
+  for (float& x : s) x = 1.f;
+  HalfBlockBits bits;
+  bits.load(tile, first_row + thread_row(threadIdx.x), half);
+  bits.hide(s, 0.f);
+  for (int i = 0; i < HalfBlockBits::kRegisters; ++i) {
+    found[threadIdx.x * HalfBlockBits::kRegisters + i] = s[i];
+  }
+}
+
+inline void check_half_bits(Result& result) {
+  std::mt19937_64 random(2);
+  std::vector<uint64_t> rows(kListRows);
+  for (uint64_t& row : rows) row = random();
+  Array<uint64_t> given(rows);
+  const auto* tile = reinterpret_cast<const uint8_t*>(given.device());
+  for (int part = 0; part < 4; ++part) {
+    const int first_row = part / 2 * 64, half = part % 2;
+    Array<float> found(128 * HalfBlockBits::kRegisters);
+    launch(store_half_hidden, 1, 128, 0, tile, first_row, half, found.device());
+    for (int t = 0; t < 128; ++t) {
+      for (int i = 0; i < HalfBlockBits::kRegisters; ++i) {
+        const int row = first_row + thread_row(t) + register_row(i);
+        const int column = half * 32 + thread_column(t) + register_column(i);
+        result.equal(rows[row] >> column & 1, found.download()[t * HalfBlockBits::kRegisters + i],
+                     "half of a block", t, i);
+      }
+    }
+  }
 }
 
 // Both warpgroups of the 128 rows of a group: a full block, one with bits, and a hidden one.
@@ -122,6 +160,7 @@ inline void check_bits(Result& result) {
 
 static const Tests kTests = {{"attention/mask_lists: blocks", Where::kGpu, check_blocks},
                              {"attention/mask_lists: groups", Where::kGpu, check_groups},
-                             {"attention/mask_lists: bits", Where::kGpu, check_bits}};
+                             {"attention/mask_lists: bits", Where::kGpu, check_bits},
+                             {"attention/mask_lists: half bits", Where::kGpu, check_half_bits}};
 
 }  // namespace unit::mask_lists

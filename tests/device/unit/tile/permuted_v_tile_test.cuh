@@ -16,7 +16,8 @@ constexpr int kKeys = 96, kColumns = 128;
 
 __global__ void load_v(const __grid_constant__ CUtensorMap map, int key, int head, uint8_t* found) {
   store_loaded<kKeys * kColumns>(found, [&](uint8_t* tile, Barrier& full) {
-    load_permuted_v<kKeys, kColumns>(tile, &map, full, kReadAgain, key, head);
+    full.arrive_and_expect(kKeys * kColumns);
+    copy_permuted_v(tile, &map, full, kReadAgain, key, head);
   });
 }
 

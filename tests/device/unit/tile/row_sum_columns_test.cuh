@@ -42,23 +42,29 @@ inline void check_weights(Result& result) {
   }
 }
 
-// O and the row sums of 64 x kN probabilities. weights: one for each 16 keys. sums: of the row over
-// its four lanes, with a probability of 1 as 1. rest: the accumulators of the extra columns, after.
-template <int kN, int kHeadDim>
+// O and the row sums of 64 x kN probabilities. v: boxes of kBoxKeys keys. weights: one for each 16
+// keys. sums: of the row over its four lanes, with a probability of 1 as 1. rest: the accumulators
+// of the extra columns, after.
+template <int kN, int kHeadDim, int kBoxKeys>
 __global__ void multiply(const float* codes, const uint8_t* v, const float* weights, float* out,
                          float* sums, float* rest) {
   uint8_t* tile = shared_memory();
-  uint8_t* columns = tile + kN * kHeadDim;
-  for (int i = threadIdx.x; i < kN * kHeadDim; i += blockDim.x) tile[i] = v[i];
-  for (int i = threadIdx.x; i < kN * kRowSumColumns; i += blockDim.x) columns[i] = 0xff;
+  constexpr int kBytes = kBoxKeys * kHeadDim, kBoxBytes = kBytes + kBoxKeys * kRowSumColumns;
+  uint8_t* columns = tile + kBytes;
+  for (int i = threadIdx.x; i < kN * (kHeadDim + kRowSumColumns); i += blockDim.x) {
+    const int box = i / kBoxBytes, in_box = i % kBoxBytes;
+    tile[i] = in_box < kBytes ? v[box * kBytes + in_box] : 0xff;
+  }
   __syncthreads();
-  zero_row_sum_columns<kN>(columns);
+  for (int box = 0; box < kN / kBoxKeys; ++box) {
+    zero_row_sum_columns<kBoxKeys>(columns + box * kBoxBytes);
+  }
   __syncthreads();
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     const int key = row_sum_key(lane);
     const float weight = key < kN ? weights[key / 16] : NAN;  // lanes past the tile write nothing
-    write_row_sum_columns<kN>(columns, row_sum_column_bytes(weight), lane);
+    write_row_sum_columns<kN, kBoxKeys, kBoxBytes>(columns, row_sum_column_bytes(weight), lane);
   }
   fence_async_proxy();
   __syncthreads();
@@ -71,8 +77,8 @@ __global__ void multiply(const float* codes, const uint8_t* v, const float* weig
   SoftmaxE4m3<kN, false, 1, false>::pack(p, s);
   float o[(kHeadDim + kRowSumColumns) / 2];
   for (float& x : o) x = 0.f;
-  gemm_rs_with_row_sum<kN, kHeadDim>(o, p,
-                                     smem_desc_low(cute::cast_smem_ptr_to_uint(tile), kCoreBytes));
+  gemm_rs_with_row_sum<kN, kHeadDim, kBoxKeys>(
+      o, p, smem_desc_low(cute::cast_smem_ptr_to_uint(tile), kCoreBytes));
   warpgroup_wait<0>();
   warpgroup_fence_operand(o);
   for (int i = 0; i < kHeadDim / 2; ++i) {
@@ -88,7 +94,7 @@ __global__ void multiply(const float* codes, const uint8_t* v, const float* weig
   for (int i = 0; i < 4; ++i) rest[threadIdx.x * 4 + i] = o[kHeadDim / 2 + i];
 }
 
-template <int kN, int kHeadDim>
+template <int kN, int kHeadDim, int kBoxKeys = kN>
 void check_multiply(Result& result) {
   constexpr float kCodes[5] = {0, 56, 64, 68, 72};  // of 0, 1, 2, 3 and 4 in e4m3
   for (int i = 0; i < 5; ++i) {
@@ -104,11 +110,13 @@ void check_multiply(Result& result) {
   }
   std::vector<uint8_t> permuted(kN * kHeadDim);
   const std::vector<uint8_t> v_bytes = v.bytes(ElementType::kE4m3);
+  constexpr int kGroups = kBoxKeys / 16;  // of a box
   for (int group = 0; group < kN / 16; ++group) {
+    const int first = group / kGroups * kBoxKeys * kHeadDim;
     for (int at = 0; at < 16; ++at) {
       const int key = group * 16 + permuted_key(at / 4, at % 4);
       for (int column = 0; column < kHeadDim; ++column) {
-        permuted[((column / 8 * (kN / 16) + group) * 8 + column % 8) * 16 + at] =
+        permuted[first + ((column / 8 * kGroups + group % kGroups) * 8 + column % 8) * 16 + at] =
             v_bytes[key * kHeadDim + column];
       }
     }
@@ -118,8 +126,9 @@ void check_multiply(Result& result) {
   for (int group = 0; group < kN / 16; ++group) weights.push_back(kWeights[group % 4]);
   Array<float> p_codes(codes), key_weights(weights), out(64 * kHeadDim), sums(64), rest(128 * 4);
   Array<uint8_t> v_tile(permuted);
-  launch(multiply<kN, kHeadDim>, 1, 128, kN * (kHeadDim + kRowSumColumns), p_codes.device(),
-         v_tile.device(), key_weights.device(), out.device(), sums.device(), rest.device());
+  launch(multiply<kN, kHeadDim, kBoxKeys>, 1, 128, kN * (kHeadDim + kRowSumColumns),
+         p_codes.device(), v_tile.device(), key_weights.device(), out.device(), sums.device(),
+         rest.device());
   const std::vector<float>& o = out.download();
   const std::vector<float>& found = sums.download();
   for (int row = 0; row < 64; ++row) {
@@ -138,6 +147,7 @@ void check_multiply(Result& result) {
 static const Tests kTests = {
     {"tile/row_sum_columns: weights", Where::kGpu, check_weights},
     {"tile/row_sum_columns: GEMM, 128 keys, d64", Where::kGpu, check_multiply<128, 64>},
+    {"tile/row_sum_columns: GEMM, 2 x 64 keys, d128", Where::kGpu, check_multiply<128, 128, 64>},
     {"tile/row_sum_columns: GEMM, 96 keys, d128", Where::kGpu, check_multiply<96, 128>},
     {"tile/row_sum_columns: GEMM, 128 keys, d256", Where::kGpu, check_multiply<128, 256>}};
 
