@@ -15,7 +15,10 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, written to the build folder, built only on request.
 KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
-EMULATIONS = ("append_emulation", "decode_emulation", "forward_emulation", "backward_emulation")
+EMULATIONS = (
+    *("append_emulation", "decode_emulation", "forward_emulation", "widen_emulation"),
+    "backward_emulation",
+)
 # The operator library over tests/device/host, a CUDA runtime without a GPU.
 HOST_LIBRARY = "libflashattn3_host.so"
 DEVICE_CHECKS = (*KERNEL_CHECKS, UNIT_CHECK, *EMULATIONS, HOST_LIBRARY)

@@ -79,6 +79,7 @@ PAGES = (1, 16, 64, 256)
 SHORT = (128, 256, 512, 1024, 2048, 4096, 8192)  # of a sequence alone
 PROMPTS = ((4, 4096), (2, 8192), (1, 16384))  # sequences, tokens
 CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
+KV8_CHUNKS = ((1, 2048, 16384), (1, 256, 16384), (8, 256, 4096))
 # 64 lengths from 64 to 32k, evenly spaced in their logarithm.
 RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
 
@@ -119,9 +120,12 @@ def _cells_of_8_bits() -> Iterator[CachedCell]:
                 yield replace(of, row=row, page_size=size)
                 if size == 16:
                     yield replace(of, row=f"{row}, of tokens", page_size=size, descales="tokens")
+    for batch, chunk, keys in KV8_CHUNKS:
+        for stored, size in (("e4m3", 16), ("int8", 16), ("e4m3", 0)):
+            row = f"{stored}, {batch} x {chunk} of {_named(keys)}" + f", page {size}" * (size > 0)
+            yield CachedCell("kv8", row, (keys,) * batch, seqlen_q=chunk, page_size=size,
+                             stored=stored)  # fmt: skip
     for stored in ("e4m3", "int8"):
-        row = f"{stored}, 1 x 2048 of 16k, page 16"
-        yield CachedCell("kv8", row, (16384,), seqlen_q=2048, page_size=16, stored=stored)
         for new in (64, 8192):
             yield CachedCell(
                 "kv8", f"{stored}, append {new}", (16384,), seqlen_q=new, stored=stored,

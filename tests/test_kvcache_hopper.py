@@ -219,7 +219,9 @@ def handle_of(plan) -> Prepared:
 def test_what_a_plan_passes_to_the_library():
     handle = handle_of(plan_of(seqlen_q=2, options={"causal": True, "sm_margin": 20}))
     assert DECODE_CONFIGS[handle.config].name == "decode_bf16_d128_64x2"
-    record = DecodeRecord(32, 8, 128, 128, 0, 128**-0.5, 0.0, -1, 0, 0, False, True, 112, -1, 0)
+    record = DecodeRecord(
+        32, 8, 128, 128, 0, False, 128**-0.5, 0.0, -1, 0, 0, False, True, 112, -1, 0
+    )
     assert handle.record == record
     options = {"num_splits": 1, "softcap": 3.0, "window_left": 2**40, "sm_margin": 10**9}
     record = handle_of(plan_of(page_size=16, options=options)).record
@@ -235,7 +237,7 @@ def built(config):
     return config
 
 
-RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, -1, 0, False, False, 132, -1, 0)
+RECORD = DecodeRecord(32, 8, 128, 128, 0, False, 0.1, 0.0, -1, -1, 0, False, False, 132, -1, 0)
 
 
 def prepared(**changes):

@@ -196,7 +196,7 @@ def test_doctor_names_the_kernels(monkeypatch):
     assert doctor._cached(device, H100, 2048) == f"hopper ({MANY})"
 
 
-RECORD = DecodeRecord(32, 8, 128, 128, 0, 0.1, 0.0, -1, 0, 0, False, False, 132, -1, 0)
+RECORD = DecodeRecord(32, 8, 128, 128, 0, False, 0.1, 0.0, -1, 0, 0, False, False, 132, -1, 0)
 
 
 def prepared(**changes):

@@ -15,6 +15,7 @@ namespace flashattn3 {
 // same. DecodeParams says what they mean; further:
 //
 //   page_size: 0: the cache is dense
+//   byte_cache: the cache has 8 bits. Kernels that read 16 read it widened (launch/widen_cache.h)
 //   split_tokens: 0, or the keys of a span; of a config with spans
 //   short_config: index of the decode kernel config that takes sequences of a varlen batch with at
 //       most short_queries queries, beside the forward kernel that takes the others; -1: none
@@ -24,6 +25,7 @@ namespace flashattn3 {
   FIELD(int, head_dim)                  \
   FIELD(int, head_dim_v)                \
   FIELD(int, page_size)                 \
+  FIELD(bool, byte_cache)               \
   FIELD(float, softmax_scale)           \
   FIELD(float, softcap)                 \
   FIELD(int, window_left)               \

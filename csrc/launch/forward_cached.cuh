@@ -14,39 +14,9 @@
 #include "launch/decode_params.h"
 #include "launch/errors.h"
 #include "launch/forward.cuh"
+#include "launch/forward_params.h"
 
 namespace flashattn3 {
-
-// The queries and results of a cached call; its sequences have `capacity` keys. Without the scale
-// of scores.
-inline ForwardParams forward_params_of(const DecodeParams& params) {
-  ForwardParams forward{};
-  forward.batch = params.batch;
-  forward.seqlen_q = params.seqlen_q;
-  forward.seqlen_k = params.capacity;
-  forward.total_q = params.total_q;
-  forward.num_heads_q = params.num_heads_q;
-  forward.num_heads_kv = params.num_heads_kv;
-  forward.head_dim = params.head_dim;
-  forward.head_dim_v = params.head_dim_v;
-  forward.varlen = params.cu_seqlens_q != nullptr;
-  forward.window_left = params.window_left;
-  forward.window_right = params.window_right;
-  forward.num_sms = params.num_sms;
-  forward.q = params.q;
-  forward.out = params.out;
-  forward.lse = params.lse;
-  forward.sinks = params.sinks;
-  forward.q_stride = params.q_stride;
-  forward.out_stride = params.out_stride;
-  forward.lse_stride = params.lse_stride;
-  forward.positions_q = {params.cu_seqlens_q, nullptr};
-  forward.positions_k = {nullptr, params.cache_seqlens};  // for the order of the sequences alone
-  forward.varlen_schedule = params.workspace;
-  forward.tile_counter = params.counters == nullptr ? nullptr : params.counters->tile;
-  forward.pdl = params.pdl;
-  return forward;
-}
 
 // Slots of a TMA box: the largest number that divides the page and the KV block. A dense cache has
 // pages of any size, but a box that crosses the end of one has no keys beyond it.
@@ -94,10 +64,11 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   const bool paged = params.page_table != nullptr;
   const int pages = paged ? params.num_pages : params.num_caches;
   const int slots = paged ? params.page_size : params.capacity;
-  const bool no_keys = pages == 0 || params.k.data == nullptr || params.v.data == nullptr;
   const int box_rows = box_rows_of(params, kConfig.block_n);
   forward::CachedArguments args;
   set_query_arguments<kConfig>(args, forward);
+  args.keys = cached_keys_of(params);
+  const bool no_keys = args.keys.capacity == 0;
   constexpr int kAtoms = forward::KernelTraits<kConfig>::kAtoms;
   const auto set_cache = [&](const char* what, const CacheParams& cache, int head_dim,
                              CUtensorMap& map, forward::CacheTile& tile) {
@@ -120,18 +91,6 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   set_cache("v_cache", params.v, params.head_dim_v, args.v, args.v_tile);
   args.seqlens_k = {};
   args.variant.scale = score_scale_of(params, false);
-  args.keys = {.page_table = params.page_table,
-               .page_table_stride = params.page_table_stride,
-               .page_size = cutlass::FastDivmod(std::max(slots, 1)),
-               .num_pages = pages,
-               .num_caches = params.num_caches,
-               .capacity = no_keys ? 0 : params.capacity,
-               .cache_seqlens = params.cache_seqlens,
-               .cu_seqlens_k_new = params.cu_seqlens_k_new,
-               .cache_leftpad = params.cache_leftpad,
-               .cache_batch_idx = params.cache_batch_idx,
-               .seqlen_k = params.seqlen_k,
-               .seqlen_new = params.seqlen_new};
   args.slices_of_tile = forward_tile_shape<kConfig>(forward).slices;
   args.log2_box_rows = std::bit_width(static_cast<unsigned>(box_rows)) - 1;
   return args;

@@ -21,6 +21,7 @@
 #include "launch/registry.h"
 #include "launch/side_stream.h"
 #include "launch/stream_counters.h"
+#include "launch/widen_cache.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/decode_call.h"
@@ -67,7 +68,7 @@ int device_of(const DecodeCall& call) {
 void check_call(const CachedProblem& problem, const KernelInstance& kernel,
                 const DecodeCall& call) {
   const ElementType dtype = kernel.dtype;
-  const bool of_bytes = reads_bytes(kernel.name);
+  const bool of_bytes = problem.byte_cache;
   const bool varlen = call.varlen();
   expect(call.q.dim() == (varlen ? 3 : 4), kName, "the number of axes of q", varlen ? 3 : 4,
          call.q.dim());
@@ -188,15 +189,22 @@ ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& cal
   return params;
 }
 
+// Whether the kernel reads the problem's cache widened to 16 bits.
+bool is_widened(const CachedProblem& problem, const DecodeKernel& kernel) {
+  return problem.byte_cache && !reads_bytes(kernel.info.name);
+}
+
 // Memory that a launch needs besides its tensors. It lives until the launch is enqueued.
 struct LaunchMemory {
-  std::optional<Tensor> workspace, counters;
+  std::optional<Tensor> workspace, counters, widened;
   StreamCounters of_stream;
 
   // Allocates what the kernel needs and sets it in params.
-  LaunchMemory(const DecodeKernel& kernel, DecodeParams& params, int device, cudaStream_t stream)
+  LaunchMemory(const CachedProblem& problem, const DecodeKernel& kernel, DecodeParams& params,
+               int device, cudaStream_t stream)
       : workspace(new_workspace(kernel.size(kernel.info.name, params).workspace_bytes, device)),
         of_stream(device, stream) {
+    if (is_widened(problem, kernel)) widened = new_workspace(widened_bytes(params), device);
     if (workspace) params.workspace = workspace->data_ptr();
     params.counters = of_stream.get();
     if (params.counters != nullptr) return;
@@ -207,17 +215,29 @@ struct LaunchMemory {
   }
 };
 
+// memory: of these parameters.
+void launch(const CachedProblem& problem, const DecodeKernel& kernel,
+            const ByteDecodeParams& params, const LaunchMemory& memory, cudaStream_t stream) {
+  if (is_widened(problem, kernel)) {
+    void* const widened = memory.widened ? memory.widened->data_ptr() : nullptr;
+    launch_widened(kernel, params, widened, stream);
+  } else {
+    kernel.launch(kernel.info.name, params, stream);
+  }
+}
+
 // Launches a decode kernel for the short sequences of a varlen batch and, beside it, a forward
 // kernel for the long ones. The decode kernel comes first and has five eighths of the SMs, which
 // draw nine tenths of the bandwidth (H100); CTAs of the forward kernel take these SMs when it ends.
 // A call that leaves SMs free runs one kernel after the other.
-void launch_mixed(const CachedLaunch& launch, DecodeParams params, int device,
+void launch_mixed(const CachedLaunch& prepared, ByteDecodeParams params, int device,
                   cudaStream_t stream) {
-  const DecodeKernel& for_long = decode_kernel(launch.config);
-  const DecodeKernel& for_short = decode_kernel(launch.problem.short_config);
-  DecodeParams of_short = params;
-  params.min_queries = launch.problem.short_queries + 1;
-  of_short.max_queries = launch.problem.short_queries;
+  const CachedProblem& problem = prepared.problem;
+  const DecodeKernel& for_long = decode_kernel(prepared.config);
+  const DecodeKernel& for_short = decode_kernel(problem.short_config);
+  ByteDecodeParams of_short = params;
+  params.min_queries = problem.short_queries + 1;
+  of_short.max_queries = problem.short_queries;
   of_short.pdl = false;
   const bool beside = !params.leaves_sms;
   if (beside) {
@@ -232,10 +252,10 @@ void launch_mixed(const CachedLaunch& launch, DecodeParams params, int device,
   // part of it.
   if (beside) side.emplace(device, stream);
   const cudaStream_t stream_of_short = beside ? side->get() : stream;
-  memory_of_long.emplace(for_long, params, device, stream);
-  memory_of_short.emplace(for_short, of_short, device, stream_of_short);
-  for_short.launch(for_short.info.name, of_short, stream_of_short);
-  for_long.launch(for_long.info.name, params, stream);
+  memory_of_long.emplace(problem, for_long, params, device, stream);
+  memory_of_short.emplace(problem, for_short, of_short, device, stream_of_short);
+  launch(problem, for_short, of_short, *memory_of_short, stream_of_short);
+  launch(problem, for_long, params, *memory_of_long, stream);
   if (beside) side->join();
 }
 
@@ -272,21 +292,22 @@ void check_decode(const CachedLaunch& launch, const DecodeCall& call,
   if (out) expect_on_gpu(kName, "out.device", *out, device, "the GPU of q");
 }
 
-Tensor run_checked_decode(const CachedLaunch& launch, const DecodeCall& call,
+Tensor run_checked_decode(const CachedLaunch& prepared, const DecodeCall& call,
                           const std::optional<Tensor>& given) {
-  const DecodeKernel& kernel = decode_kernel(launch.config);
+  const CachedProblem& problem = prepared.problem;
+  const DecodeKernel& kernel = decode_kernel(prepared.config);
   const int device = call.q.get_device_index();
   const DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  const Tensor out = given ? *given : new_rows(call, launch.problem.head_dim_v);
-  ByteDecodeParams params = make_params(launch.problem, call, out);
+  const Tensor out = given ? *given : new_rows(call, problem.head_dim_v);
+  ByteDecodeParams params = make_params(problem, call, out);
   params.pdl = true;
   std::optional<LaunchMemory> memory;
-  if (call.varlen() && launch.problem.short_config >= 0) {
-    launch_mixed(launch, params, device, stream);
+  if (call.varlen() && problem.short_config >= 0) {
+    launch_mixed(prepared, params, device, stream);
   } else {
-    memory.emplace(kernel, params, device, stream);
-    kernel.launch(kernel.info.name, params, stream);
+    memory.emplace(problem, kernel, params, device, stream);
+    launch(problem, kernel, params, *memory, stream);
   }
   if (kernel.clears_rows && !call.scheduler_metadata) return out;
   launch_fill_rows(params,
@@ -334,7 +355,8 @@ std::tuple<int64_t, int64_t, bool> decode_size(Tensor launch, int64_t batch, int
     params.cu_seqlens_q = &unread;
   }
   const LaunchSize size = kernel.size(kernel.info.name, params);
-  return {size.num_ctas, size.workspace_bytes, size.on_warps};
+  const int64_t widened = is_widened(found.problem, kernel) ? widened_bytes(params) : 0;
+  return {size.num_ctas, size.workspace_bytes + widened, size.on_warps};
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <string>
 #include <type_traits>
 
+#include "launch/byte_decode_params.h"
 #include "launch/errors.h"
 #include "torch_binding/launch_record.h"
 
@@ -139,6 +140,13 @@ void prepare_backward(StableIValue* stack, uint64_t, uint64_t) {
 void prepare_decode(StableIValue* stack, uint64_t, uint64_t) {
   const CachedLaunch launch = take_decode("prepare_decode", stack);
   const DecodeKernel& kernel = decode_kernel(launch.config);
+  const auto check_cache = [&](const DecodeKernel& of) {
+    const bool byte_cache = launch.problem.byte_cache;
+    expect(byte_cache || !reads_bytes(of.info.name), "prepare_decode", "byte_cache",
+           std::string("true for ") + of.info.name, "false");
+  };
+  check_cache(kernel);
+  if (launch.problem.short_config >= 0) check_cache(decode_kernel(launch.problem.short_config));
   kernel.size(kernel.info.name, decode_params_of(launch.problem));  // throws for what it refuses
   return_results(stack, std::tuple(kept(launch), int64_t{kernel.info.num_threads},
                                    int64_t{kernel.info.shared_memory_bytes}));

@@ -120,6 +120,7 @@ def as_cached(problem: Problem) -> DecodeProblem:
         "v_descale": None,
         "page_size": int(problem.varlen and problem.split_tokens is not None),
         "rows": packed_rows(packed_rows_of(problem)),
+        "cached_tokens": 0,
         "given": given,
         "tree_words": 0,
         "sinks_dtype": problem.sinks_dtype,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .arguments import boolean, real
 from .cache_descales import kind_of
-from .dtypes import out_dtype
+from .dtypes import EIGHT_BIT, out_dtype
 from .fields import CALL, Description, Field, as_given, or_none
 from .metadata import Metadata
 from .problem import AttentionProblem, CallProblem, attention_fields
@@ -142,6 +142,8 @@ class DecodeProblem(_Asked, AttentionProblem):
     k_descale, v_descale: their kinds, of cache_descales.py; None without them.
     rows: packed query rows, qhead_per_kvhead * seqlen_q, rounded up to one of PLANNED_ROWS; the
         last of them stands for all larger numbers.
+    cached_tokens: that the caches of all sequences hold, rounded up to a power of 2, where so many
+        rows attend to 8 bits; else 0.
     given: names of the optional tensors of the call.
     tree_words: of 32 bits in a row of tree_mask; 0 without one.
     sinks_dtype: None without sinks.
@@ -157,6 +159,7 @@ class DecodeProblem(_Asked, AttentionProblem):
     k_descale: str | None
     v_descale: str | None
     rows: int
+    cached_tokens: int
     given: frozenset[str]
     tree_words: int
     sinks_dtype: torch.dtype | None
@@ -212,19 +215,31 @@ def describe_decode(
         alike["window_right"] = -1
     if seqlen_q <= 1 and options.split_tokens is None:  # with it a chunk's kernel decodes too
         alike["window_right"] = -1
+    rows = packed_rows(seqlen_q * (q.shape[-2] // k.shape[-2]))
     return DecodeProblem(
         **alike,
         page_size=0 if tensors.page_table is None else k.shape[1],
         cache_dtype=k.dtype,
         k_descale=kind_of(tensors.k_descale, k),
         v_descale=kind_of(tensors.v_descale, v),
-        rows=packed_rows(seqlen_q * (q.shape[-2] // k.shape[-2])),
+        rows=rows,
+        cached_tokens=_cached_tokens(tensors, rows),
         given=_given(tensors, 3),
         tree_words=0 if tree is None else tree.shape[-1],
         sinks_dtype=None if tensors.sinks is None else tensors.sinks.dtype,
         misaligned=frozenset(name for name in read if not getattr(tensors, name).rows_are_aligned),
         expanded=frozenset(name for name in read if getattr(tensors, name).is_expanded),
     )
+
+
+def _cached_tokens(tensors: DecodeTensors, rows: int) -> int:
+    """``DecodeProblem.cached_tokens``."""
+    k, table = tensors.k_cache, tensors.page_table
+    if k.dtype not in EIGHT_BIT or rows < PLANNED_ROWS[-1]:
+        return 0
+    capacity = k.shape[1] if table is None else k.shape[1] * table.shape[1]
+    tokens = query_sizes(tensors, None)[0] * capacity
+    return 1 << max(tokens - 1, 0).bit_length()
 
 
 def packed_rows(rows: int) -> int:

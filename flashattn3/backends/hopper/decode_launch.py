@@ -39,6 +39,10 @@ ALIGNED = ALIGNED_BYTES // 2  # elements of 16 bits
 # about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
 # and 1024 of its tensor cores for each 64 rows.
 DECODE_ROWS = 192
+# Bytes that K and V of one KV head may take where a cache of 8 bits is widened for a forward
+# kernel. The workspace has as many heads as fit into kWidenedBytes (csrc/launch/widen_cache.h), at
+# least one.
+MOST_WIDENED_BYTES = 1 << 31
 _NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
 _NOT_KEPT = {"q_descale", "k_descale", "v_descale", "tree_mask", "alibi_slopes"}
@@ -100,7 +104,13 @@ class DecodeLaunch:
             "shared_memory_bytes": self.kernel_launch.shared_memory_bytes,
             "tile measured": config.measured or "not yet",
             "copied first": "q" if self.copies_q else "nothing",
+            **self._describe_widening(),
         }
+
+    def _describe_widening(self) -> dict[str, object]:
+        if self.kernel_config.kind == "decode" or not reads_bytes(self.problem):
+            return {}
+        return {"widened first": f"the used keys, to {NAMES[self.problem.dtype]} in the workspace"}
 
     @property
     def copies_q(self) -> bool:
@@ -223,7 +233,7 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
 
 
 def reads_bytes(problem: DecodeProblem) -> bool:
-    """Whether the cache has 8 bits, which kernels of their own widen to fp16."""
+    """Whether the cache has 8 bits."""
     return problem.cache_dtype in EIGHT_BIT
 
 
@@ -263,13 +273,27 @@ def forward_reason(problem: DecodeProblem) -> str | None:
     if problem.rows <= DECODE_ROWS:
         return f"up to {DECODE_ROWS} packed rows"
     if reads_bytes(problem):
-        return "forward kernels read caches of q's dtype"
+        return _widening_reason(problem)
     given = sorted(problem.given & _NAMES_TO_CONVERT - {"sinks"})
     if given:
         return f"forward kernels take no {given[0]}"
     expanded = sorted(problem.expanded - {"q"})
     if expanded:
         return f"forward kernels need strides that are not 0: {expanded[0]} is expanded"
+    return None
+
+
+def _widening_reason(problem: DecodeProblem) -> str | None:
+    """Why a cache of 8 bits is not widened to 16 for a forward kernel, or None."""
+    if "q_descale" in problem.given:
+        return "forward kernels take no q_descale"
+    num_bytes = problem.cached_tokens * (problem.head_dim + problem.head_dim_v) * 2
+    if num_bytes > MOST_WIDENED_BYTES:
+        most = f"{MOST_WIDENED_BYTES >> 20} MiB"
+        return (
+            f"forward kernels read a cache of 8 bits widened to 16, K and V of a head in {most}: "
+            f"those of {problem.cached_tokens} tokens take {num_bytes >> 20} MiB"
+        )
     return None
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_type_hints
 
 import torch
 
+from ...call.dtypes import EIGHT_BIT
 from ...call.fields import ScoreScale
 from ...call.tensor_fields import DECODE_TENSORS, FOUND, FOUND_SCORES, TENSORS
 
@@ -54,6 +55,7 @@ DecodeRecord = NamedTuple(
         ("head_dim", int),
         ("head_dim_v", int),
         ("page_size", int),
+        ("byte_cache", bool),
         *get_type_hints(ScoreScale).items(),
         ("window_left", int),
         ("window_right", int),
@@ -85,6 +87,7 @@ def decode_record_of(
     problem: DecodeProblem, device: DeviceInfo, short_config: int = -1, short_queries: int = 0
 ) -> DecodeRecord:
     own = {
+        "byte_cache": problem.cache_dtype in EIGHT_BIT,
         "short_config": short_config,
         "short_queries": short_queries,
         **problem.score_scale._asdict(),
