@@ -261,26 +261,40 @@ def _record(
     }
 
 
-HOST_WORK = ("cached call", "cached call, paged", "cached call, append")
+# What one small cached call has besides.
+HOST_OPTIONS = "", "paged", "append", "8 bits", "sinks", "metadata", "split_tokens"
+HOST_WORK = tuple("cached call" + f", {option}" * bool(option) for option in HOST_OPTIONS)
 
 
 def run_cached_host(work: str, settings: Settings) -> Iterator[Record]:
-    """Host time of one small cached call; torch's attention reads the dense cache."""
+    """Host time of one small cached call; torch's attention reads a dense 16-bit cache."""
     on_gpu = settings.device.type == "cuda"
-    lengths, dim = ((256,), 128) if on_gpu else ((8,), 8)
-    page = 16 if work.endswith("paged") else 0
-    cell = CachedCell("host", work, lengths, 8 if on_gpu else 1, 8 if on_gpu else 1, dim, 1, page)
+    lengths, dim = ((256,), 128) if on_gpu else ((8,), 16)
+    option = HOST_OPTIONS[HOST_WORK.index(work)]
+    cell = CachedCell(
+        "host", work, lengths, 8 if on_gpu else 1, 8 if on_gpu else 1, dim,
+        page_size=16 * (option == "paged"), sinks=option == "sinks",
+        stored="e4m3" * (option == "8 bits"),
+    )  # fmt: skip
     inputs = make_cached_inputs(cell, settings)
-    calls = _calls(cell, inputs, settings)
-    if work == HOST_WORK[0]:
-        transposed = [x.transpose(1, 2) for x in (inputs.q, *inputs.dense)]
-        attend = partial(F.scaled_dot_product_attention, *transposed)
-        calls |= {name: attend for name in settings.baselines if name in SDPA_BACKENDS}
-    if work.endswith("append"):
+    call = _calls(cell, inputs, settings)[OURS]
+    calls = {OURS: call}
+    if option == "append":
         new = torch.zeros_like(inputs.dense[0][:, :1])
         last = inputs.seqlens - 1
         attend = partial(flashattn3.flash_attn_with_kvcache, inputs.q, *inputs.dense, new, new)
         calls = {OURS: partial(attend, cache_seqlens=last, causal=True)}
+    elif option == "metadata":
+        sizes = 1, 1, lengths[0], cell.heads, cell.heads_kv, dim
+        of = {"qkv_dtype": inputs.q.dtype, "causal": True}
+        metadata = flashattn3.get_scheduler_metadata(*sizes, inputs.seqlens, **of)
+        calls = {OURS: partial(call, scheduler_metadata=metadata)}
+    elif option == "split_tokens":
+        calls = {OURS: partial(call, split_tokens=128)}
+    if inputs.dense and option != "append":
+        transposed = [x.transpose(1, 2) for x in (inputs.q, *inputs.dense)]
+        attend = partial(F.scaled_dot_product_attention, *transposed)
+        calls |= {name: attend for name in settings.baselines if name in SDPA_BACKENDS}
     out = calls[OURS]()  # the append, if there is one, comes before what is right
     _check(cell, inputs, out, OURS)
     yield from timed(work, f"{lengths[0]} keys", calls, settings, dict.fromkeys(calls))

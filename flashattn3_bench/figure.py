@@ -20,6 +20,8 @@ COLORS = {
     "quantize+int8+smooth_k": "tab:red",
     "fp8 e4m3": "tab:brown",
     "8 bits": "tab:olive",
+    "16 bits": "tab:gray",
+    "split_tokens=1024": "tab:olive",
     "rotary": "tab:orange",
     "deterministic": "tab:olive",
     "captured": "tab:cyan",

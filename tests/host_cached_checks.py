@@ -40,7 +40,8 @@ def mixed_call(longest: int) -> partial:
     q = torch.zeros(longest + 3, 32, 128).bfloat16()
     k, v = torch.zeros(2, 4, 1024, 8, 128).bfloat16()
     edges = torch.tensor([0, 1, 2, 3, longest + 3], dtype=torch.int32)
-    return partial(flash_attn_with_kvcache, q, k, v, cu_seqlens_q=edges, max_seqlen_q=longest)
+    caches = {"k_cache": k, "v_cache": v}
+    return partial(flash_attn_with_kvcache, q, **caches, cu_seqlens_q=edges, max_seqlen_q=longest)
 
 
 def check_short_sequences_beside_long_ones(host):
@@ -239,6 +240,106 @@ def check_kept_calls_with_further_arguments(host):
             given = further(layout(seqlen_q=seqlen_q))
             # A kernel clears the rows of no sequence.
             expect_kept(host, given, 1 + ("cu_seqlens_q" in given), **options)
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def in_8_bits(given, dtype=FP8, kind="heads"):
+    """The call with caches of 8 bits. kind: of descales; "": none."""
+    pages, tokens, heads = given["k_cache"].shape[:3]
+    shapes = {"heads": (3, heads), "pages": (pages, 1, heads), "tokens": (pages, tokens, heads)}
+    given = given | {f"{x}_cache": given[f"{x}_cache"].to(dtype) for x in "kv"}
+    return given | {f"{x}_descale": torch.ones(shapes[kind]) for x in "kv" if kind}
+
+
+def check_kept_calls_of_8_bits(host):
+    """Both dtypes and all descales that kernels read where they lie have one launch."""
+    use_cached_calls()
+    kinds = [(FP8, ""), *product((FP8, torch.int8), KINDS)]
+    for layout, further in product((dense, paged), (lambda given: given, *FURTHER)):
+        for dtype, kind in kinds:
+            given = further(in_8_bits(layout(seqlen_q=3), dtype, kind))
+            expect_kept(host, given, 1 + ("cu_seqlens_q" in given), causal=True)
+    for given in (dense(), paged(seqlen_q=3)):
+        expect_kept(host, given | {"k_descale": torch.ones(3, 2)}, 1)
+
+
+KINDS = "heads", "pages", "tokens"
+
+
+def check_kept_calls_of_8_bits_and_others(host):
+    """One property of a call changes at a time."""
+    use_cached_calls()
+    forget_cached_calls()
+    known, ones = in_8_bits(paged()), torch.ones(3, 2)
+
+    def run(given):
+        flash_attn_with_kvcache(**given, causal=True)
+
+    others = (
+        (known | {"cache_seqlens": 5}, 0),
+        (known | {"k_descale": 2 * ones}, 0),
+        (known | {"k_descale": None, "v_descale": None}, 0),
+        (known | {"sinks": torch.zeros(8)}, 0),
+        *((in_8_bits(paged(), torch.int8, kind), 0) for kind in KINDS),
+        (paged(), 1),
+        (paged() | {"k_descale": ones}, 1),
+        (in_8_bits(dense()), 1),
+        (in_8_bits(paged(size=32)), 1),
+        (in_8_bits(paged(seqlen_q=2)), 1),
+        (known | {"q": known["q"].half()}, 1),
+        (known | {"q_descale": ones}, 1),
+        (known | {"k_descale": torch.ones(())}, 0),
+        (known | {"v_descale": torch.ones(1, 1).expand(3, 2)}, 0),
+        (known | {"v_descale": torch.ones(2, 3).mT}, 0),
+    )
+    for other, checks in others:
+        forget_cached_calls()
+        run(known)
+        found = both(host, other, causal=True)
+        assert found.checks == checks and launches_in(found), (found, checks)
+    none = {"k_descale": None}
+    for changes in (
+        in_8_bits(paged(), torch.int8) | none,
+        in_8_bits(paged(), torch.int8) | {"v_descale": None},
+        *({name: ones[:2]} for name in ("k_descale", "v_descale")),
+        *({name: ones.half()} for name in ("k_descale", "v_descale")),
+        *({name: ones.to("meta")} for name in ("k_descale", "v_descale")),
+        *({name: ones.clone().requires_grad_()} for name in ("k_descale", "v_descale")),
+        *({name: ones.tolist()} for name in ("k_descale", "v_descale")),
+        {"k_descale": torch.ones(24, 8, 2)},
+        {"v_cache": known["v_cache"].to(torch.int8)},
+        {"v_cache": paged()["v_cache"]},
+        {f"{x}_cache": known["k_cache"].float().to(torch.float8_e5m2) for x in "kv"},
+    ):
+        run(known)
+        found = both(host, known | changes, causal=True)
+        assert isinstance(found.result, str) and found.events == [], (changes, found)
+
+
+def check_caches_that_are_widened(host):
+    """Before a forward kernel reads them; KV heads take turns where they would take over 1 GiB."""
+    use_cached_calls()
+    caches = in_8_bits(paged(width=13, seqlen_q=60))
+    # 6 units of 128 keys of two heads; each sequence has 4 slices of 64 rows for each of 2 heads.
+    widen, forward = ["launch", 6, 256, 0], ["launch", 12, 512]
+    for given in (caches, in_8_bits(paged(width=13, seqlen_q=60), torch.int8, "tokens")):
+        launches = [event for event in passed_by(host, given).events if event[0] == "launch"]
+        assert launches[0] == widen and launches[1][:3] == forward and len(launches) == 2
+    turns = passed_by(host, caches | {"page_table": torch.zeros(3, 87382, dtype=torch.int32)})
+    assert not isinstance(turns.result, str), turns.result
+    assert [event[1:3] for event in turns.events if event[0] == "launch"] == 2 * [
+        [528, 256],
+        [6, 512],
+    ]
+    # Beside the decode kernel of 8 bits.
+    call = mixed_call(300)
+    wide = call.keywords | {f"{x}_cache": call.keywords[f"{x}_cache"].to(FP8) for x in "kv"}
+    names = [event[0] for event in events_of(host, partial(call.func, *call.args, **wide))]
+    assert [name for name in names if name in ("record", "wait", "launch")] == [
+        *("record", "wait", "launch", "launch", "launch", "launch", "record", "wait")
+    ]
 
 
 def check_kept_calls_that_append(host):

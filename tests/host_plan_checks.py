@@ -191,11 +191,18 @@ def check_calls_that_differ_in_one_option(host):
 
 
 def cached_call(
-    dtype=torch.bfloat16, seqlen_q=1, heads=(8, 2), dims=(64, 64), page_size=0, batch=3, tokens=64
+    dtype=torch.bfloat16,
+    seqlen_q=1,
+    heads=(8, 2),
+    dims=(64, 64),
+    page_size=0,
+    batch=3,
+    tokens=64,
+    stored=None,
 ):
     q = torch.zeros(batch, seqlen_q, heads[0], dims[0], dtype=dtype)
     lead = (batch * tokens // page_size, page_size) if page_size else (batch, tokens)
-    k, v = (torch.zeros(*lead, heads[1], d, dtype=dtype) for d in dims)
+    k, v = (torch.zeros(*lead, heads[1], d).to(stored or dtype) for d in dims)
     given = {"q": q, "k_cache": k, "v_cache": v}
     if page_size:
         given["page_table"] = torch.zeros(batch, tokens // page_size, dtype=torch.int32)
@@ -210,6 +217,7 @@ CACHED_CHANGES = {
     "head_dim": {"dims": (56, 64)},
     "head_dim_v": {"dims": (64, 56)},
     "page_size": {"page_size": 16},
+    "byte_cache": {"stored": torch.float8_e4m3fn},
 }
 IN_NO_CACHED_PLAN = {"batch": 5, "tokens": 128}
 

@@ -388,7 +388,8 @@ CALLS = [
     ({"cache_seqlens": INTS.long()}, "cache_seqlens must be int32, got another dtype"),
     ({"cache_leftpad": torch.zeros(B, 2).int()[:, 0]}, "cache_leftpad must be contiguous"),
     ({"sinks": torch.zeros(32).bfloat16()}, "sinks must be float32, got another dtype"),
-    ({"k_descale": torch.ones(1, 8).expand(B, 8)}, "k_descale must be contiguous"),
+    ({"k_descale": torch.ones(1, 8)}, "k_descale.shape must be (2, 8), got (1, 8)"),
+    ({"q_descale": torch.ones(B, 8).half()}, "q_descale.dtype must be float32"),
     ({"scheduler_metadata": INTS}, "scheduler_metadata.shape must be (10,), got (2,)"),
     ({"k_cache": torch.zeros(5, CAP, 8, 128).bfloat16(),
       "v_cache": torch.zeros(5, CAP, 8, 128).bfloat16()}, "the number of caches must be 2, got 5"),
@@ -503,7 +504,7 @@ def test_what_a_call_passes_to_the_operator(on_hopper):
 
 
 def test_what_is_converted_first(on_hopper):
-    """q and out to aligned rows, descales to dense ones, sinks to float32."""
+    """q and out to aligned rows, sinks to float32; descales are read where they lie."""
     q, k, v = (torch.randn(2, n, h, 64).half() for n, h in ((1, 4), (32, 2), (32, 2)))
     sinks, scale = torch.randn(4).half(), torch.ones(1).expand(2, 2)
     skewed = torch.zeros(2, 1, 4, 68).half()[..., :64].copy_(q)
@@ -514,7 +515,8 @@ def test_what_is_converted_first(on_hopper):
     tensors = DecodeTensors(*given[6:])
     assert found is out and given[0] is not out and torch.equal(out, torch.ones_like(out))
     assert torch.equal(tensors.q, q) and tensors.q.is_contiguous()
-    assert tensors.sinks.dtype == torch.float32 and tensors.k_descale.is_contiguous()
+    assert tensors.sinks.dtype == torch.float32
+    assert all(x.data_ptr() == scale.data_ptr() for x in (tensors.k_descale, tensors.v_descale))
     assert tensors.q_descale is None
 
 

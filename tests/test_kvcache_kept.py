@@ -172,6 +172,8 @@ def test_options_are_told_apart(double):
         ({"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1}, 4),
         ({"sinks": torch.zeros(4)}, 5),
         ({"scheduler_metadata": torch.zeros(10, dtype=torch.int32)}, 6),
+        ({"k_descale": torch.ones(2, 2)}, 8),
+        ({"v_descale": torch.ones(2, 2)}, 9),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
@@ -186,11 +188,11 @@ def test_further_arguments_go_to_an_operator_of_their_own(given, place, double):
         name, number, *passed = double.more[-1]
         out, lse = found if return_lse else (found, None)
         assert out is double.result and lse is passed[6]
-        wanted = [None, given.get("max_seqlen_q", -1), *(None,) * 5, 0]
+        wanted = [None, given.get("max_seqlen_q", -1), *(None,) * 5, 0, None, None]
         wanted[place] = next(iter(given.values()))
         if place == 6:
             options = launches_with(return_lse=return_lse).options
-            wanted[-1] = hash_of_options((4, 2, 64, 64, 0), q.dtype, options)
+            wanted[7] = hash_of_options((4, 2, 64, 64, 0), q.dtype, options)
         assert name == "decode_kept_with"
         assert number == launches_with(return_lse=return_lse).number
         assert all(a is b for a, b in zip(passed[:3], (q, k, v), strict=True))
@@ -284,7 +286,7 @@ def test_new_tokens_that_triton_writes(double, monkeypatch):
     "given",
     [
         {"sinks": torch.zeros(4).bfloat16()},
-        {"k_descale": torch.ones(2, 2)},
+        {"q_descale": torch.ones(2, 2)},
         {"backend": "triton"},
         {"backend": "reference"},
     ],

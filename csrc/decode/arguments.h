@@ -21,6 +21,16 @@ struct CacheTensor {
   int64_t page, slot, head;
 };
 
+// Descales of heads, (batch, num_heads_kv); null: all are 1. Strides in elements.
+struct HeadDescales {
+  const float* data;
+  int batch, head;
+
+  __device__ __forceinline__ float at(int batch_idx, int kv_head) const {
+    return data == nullptr ? 1.f : data[batch_idx * batch + kv_head * head];
+  }
+};
+
 // Descales of the keys of a cache of 8 bits; null: all are 1. Strides in elements; `slot` is 0
 // where the tokens of a page share one.
 struct KeyDescales {
@@ -86,8 +96,7 @@ struct Arguments {
   int window_left, window_right;    // INT_MAX: unbounded
 
   ScoreScale score_scale;
-  // float32, (batch, num_heads_kv), or null.
-  const float *q_descale, *k_descale, *v_descale;
+  HeadDescales q_descale, k_descale, v_descale;
   const float* sinks;  // (num_heads_q), natural log, or null
 
   bool whole_tiles;  // no work tile is split among CTAs
@@ -129,7 +138,7 @@ __device__ __forceinline__ Arguments plain(Arguments args) {
     args.window_left = INT_MAX;
     args.sinks = nullptr;
   }
-  args.q_descale = args.k_descale = args.v_descale = nullptr;
+  args.q_descale = args.k_descale = args.v_descale = {};
   args.score_scale.tanh_scale = 0.f;
   args.whole_tiles = false;
   return args;

@@ -19,10 +19,11 @@ class RowStore {
  public:
   __device__ __forceinline__ RowStore(const Arguments& args, const PackedTile& tile,
                                       const CachedSequence& sequence, const Part& part)
-      : args_(args), tile_(tile), first_query_(sequence.first_query), batch_idx_(part.batch_idx) {
-    const int at = part.batch_idx * args.num_heads_kv + part.kv_head;
-    v_descale_ = args.v_descale == nullptr ? 1.f : args.v_descale[at];
-  }
+      : args_(args),
+        tile_(tile),
+        first_query_(sequence.first_query),
+        batch_idx_(part.batch_idx),
+        v_descale_(args.v_descale.at(part.batch_idx, part.kv_head)) {}
 
   // Returns the factor of a row's O, with the sink in the sum, and stores lse if asked to.
   __device__ __forceinline__ float finish(int row, RowStats stats, bool stores_lse) const {

@@ -98,10 +98,8 @@ __host__ __device__ __forceinline__ BlockRange visible_blocks(const Arguments& a
 
 // The scale of a part's scores, with its descales.
 __device__ __forceinline__ ScoreScale scale_of(const Arguments& args, const Part& part) {
-  const int at = part.batch_idx * args.num_heads_kv + part.kv_head;
-  float descale = 1.f;
-  if (args.q_descale != nullptr) descale *= args.q_descale[at];
-  if (args.k_descale != nullptr) descale *= args.k_descale[at];
+  float descale = args.q_descale.at(part.batch_idx, part.kv_head);
+  if (args.k_descale.data != nullptr) descale *= args.k_descale.at(part.batch_idx, part.kv_head);
   ScoreScale scale = args.score_scale;
   (scale.caps() ? scale.tanh_scale : scale.factor) *= descale;
   return scale;

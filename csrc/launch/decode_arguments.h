@@ -145,6 +145,10 @@ inline decode::CacheTensor cache_tensor(const CacheParams& cache) {
           .head = cache.stride.head};
 }
 
+inline decode::HeadDescales head_descales(const float* data, const DescaleStrides& stride) {
+  return {.data = data, .batch = stride.batch, .head = stride.head};
+}
+
 inline void check_decode(const char* name, const decode::Config& config,
                          const DecodeParams& params) {
   const auto check_head_dim = [&](const char* what, int value) {
@@ -237,9 +241,9 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .window_left = window(params.window_left),
           .window_right = window(params.window_right),
           .score_scale = score_scale_of(params, false),
-          .q_descale = params.q_descale,
-          .k_descale = params.k_descale,
-          .v_descale = params.v_descale,
+          .q_descale = head_descales(params.q_descale, params.q_descale_stride),
+          .k_descale = head_descales(params.k_descale, params.k_descale_stride),
+          .v_descale = head_descales(params.v_descale, params.v_descale_stride),
           .sinks = params.sinks,
           .whole_tiles = grid.whole_tiles,
           .log2_stages = grid.log2_stages,

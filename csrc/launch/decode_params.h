@@ -50,6 +50,11 @@ struct CacheParams {
   Strides stride;    // in elements; batch: between pages, or sequences of a dense cache
 };
 
+// In elements, between sequences and between KV heads. 0: they share a descale.
+struct DescaleStrides {
+  int batch = 0, head = 0;
+};
+
 struct DecodeParams {
   const void* q;  // (batch, seqlen_q, num_heads_q, head_dim); with cu_seqlens_q (total_q, ...)
   void* out;      // (batch, seqlen_q, num_heads_q, head_dim_v); else as q
@@ -69,9 +74,9 @@ struct DecodeParams {
   const int32_t* cache_batch_idx;   // (batch); null: sequence i has entry i
   int64_t page_table_stride;        // in elements, between the first dimension's entries
 
-  // float32, dense, or null.
+  // float32, or null.
   const float *q_descale, *k_descale, *v_descale;  // (batch, num_heads_kv)
-  const float* sinks;                              // (num_heads_q)
+  const float* sinks;                              // (num_heads_q), dense
 
   int batch;
   int seqlen_q;    // queries of a sequence; with cu_seqlens_q of the longest
@@ -103,6 +108,8 @@ struct DecodeParams {
   // them. A cached forward kernel may have none: null.
   decode::Counters* counters;
   bool pdl;  // as in ForwardParams
+
+  DescaleStrides q_descale_stride, k_descale_stride, v_descale_stride;
 };
 
 // The parameters of a problem without tensors, lengths and sizes.

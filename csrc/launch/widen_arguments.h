@@ -25,8 +25,8 @@ struct WidenedHeads {
   }
 };
 
-inline forward::WidenTensor make_widen_tensor(const DecodeParams& params, const CacheParams& cache,
-                                              const float* descale,
+inline forward::WidenTensor make_widen_tensor(const CacheParams& cache, const float* descale,
+                                              const DescaleStrides& descale_stride,
                                               const KeyDescaleParams& key_descale,
                                               const WidenedHeads& heads, void* to, int head_dim) {
   const int vecs = head_dim / forward::kWidenVec;
@@ -39,9 +39,9 @@ inline forward::WidenTensor make_widen_tensor(const DecodeParams& params, const 
       .vecs_of_head = cutlass::FastDivmod(vecs),
       .vecs_of_token = cutlass::FastDivmod(vecs * heads.count)};
   if (descale != nullptr) {
-    tensor.descale = descale + heads.first;
-    tensor.descale_batch = params.num_heads_kv;
-    tensor.descale_head = 1;
+    tensor.descale = descale + heads.first * descale_stride.head;
+    tensor.descale_batch = descale_stride.batch;
+    tensor.descale_head = descale_stride.head;
   } else if (key_descale.data != nullptr) {
     const Strides& stride = key_descale.stride;
     tensor.descale = key_descale.data + heads.first * stride.head;
@@ -57,10 +57,10 @@ inline forward::WidenArguments make_widen_arguments(const ByteDecodeParams& para
   constexpr uint32_t kTwoNaNs = 0x7fff7fffu;  // in fp16 and bf16
   const ForwardParams forward = forward_params_of(params);
   forward::WidenArguments args{
-      .k = make_widen_tensor(params, params.k, params.k_descale, params.k_key_descale, heads,
-                             heads.k, params.head_dim),
-      .v = make_widen_tensor(params, params.v, params.v_descale, params.v_key_descale, heads,
-                             heads.v, params.head_dim_v),
+      .k = make_widen_tensor(params.k, params.k_descale, params.k_descale_stride,
+                             params.k_key_descale, heads, heads.k, params.head_dim),
+      .v = make_widen_tensor(params.v, params.v_descale, params.v_descale_stride,
+                             params.v_key_descale, heads, heads.v, params.head_dim_v),
       .keys = cached_keys_of(params),
       .seqlens_q = seqlens_q_of(forward),
       .window = window_of(forward),

@@ -15,6 +15,17 @@
 
 namespace flashattn3 {
 
+// Whether the elements of a tensor have 8 bits of a cache: e4m3 or int8.
+inline bool has_bytes(const Tensor& tensor) {
+  const int32_t dtype = dtype_of(tensor);
+  return dtype == aoti_torch_dtype_float8_e4m3fn() || dtype == aoti_torch_dtype_int8();
+}
+
+// Whether a descale is that of all heads, as in flashattn3/call/cache_descales.py.
+inline bool is_one_number(const Tensor& descale) {
+  return descale.dim() <= 1 && descale.numel() == 1;
+}
+
 // Arguments of a cached call, in the order of the schema of decode. DecodeTensors in
 // flashattn3/call/cached.py says what the tensors are. seqlen: cached tokens where cache_seqlens is
 // null; -1: the capacity. max_seqlen_q: with cu_seqlens_q; -1: all rows. options_hash: what the
@@ -56,6 +67,7 @@ struct DecodeCall {
   int64_t head_dim() const { return q.size(q.dim() - 1); }
   int64_t head_dim_v() const { return v_cache.size(3); }
   int64_t page_size() const { return page_table ? k_cache.size(1) : 0; }
+  int64_t byte_cache() const { return has_bytes(k_cache); }
 };
 
 // Returns whether all rows of a tensor begin at multiples of 16 bytes and are dense.

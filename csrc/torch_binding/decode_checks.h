@@ -42,8 +42,7 @@ inline void check_byte_caches(const DecodeCall& call, const Shape& k, const Shap
   expect_shape(kName, "k_cache", call.k_cache, k);
   expect_shape(kName, "v_cache", call.v_cache, v);
   const int32_t dtype = dtype_of(call.k_cache);
-  expect(dtype == aoti_torch_dtype_float8_e4m3fn() || dtype == aoti_torch_dtype_int8(), kName,
-         "k_cache.dtype", "e4m3 or int8", "another dtype");
+  expect(has_bytes(call.k_cache), kName, "k_cache.dtype", "e4m3 or int8", "another dtype");
   expect_dtype("v_cache.dtype", call.v_cache, dtype, "that of k_cache");
   check_aligned("k_cache", call.k_cache, 1);
   check_aligned("v_cache", call.v_cache, 1);
@@ -59,17 +58,19 @@ inline void check_dense(const char* name, const std::optional<Tensor>& tensor, i
   expect(tensor->is_contiguous(), kName, name, "contiguous", "another layout");
 }
 
-// k_descale or v_descale: of heads, or of keys of a cache of 8 bits.
+// Of heads, one number for all of them, or of keys of a cache of 8 bits.
 inline void check_descale(const char* name, const std::optional<Tensor>& descale,
-                          const DecodeCall& call, bool of_bytes) {
+                          const DecodeCall& call, bool of_keys) {
+  if (!descale) return;
+  const std::string dtype = std::string(name) + ".dtype";
+  expect_dtype(dtype.c_str(), *descale, aoti_torch_dtype_float32(), "float32");
+  if (is_one_number(*descale)) return;
   const int64_t heads = call.num_heads_kv();
-  const bool of_keys = of_bytes && descale && descale->dim() == 3;
-  if (!of_keys) {
-    return check_dense(name, descale, aoti_torch_dtype_float32(), {2, {call.batch(), heads}});
+  if (!of_keys || descale->dim() != 3) {
+    return expect_shape(kName, name, *descale, {2, {call.batch(), heads}});
   }
   const int64_t tokens = descale->size(1) == 1 ? 1 : call.k_cache.size(1);
   expect_shape(kName, name, *descale, {3, {call.k_cache.size(0), tokens, heads}});
-  expect_dtype(name, *descale, aoti_torch_dtype_float32(), "float32");
 }
 
 }  // namespace flashattn3

@@ -56,6 +56,7 @@ struct PlanOf {
   int64_t head_dim() const { return launch.problem.head_dim; }
   int64_t head_dim_v() const { return launch.problem.head_dim_v; }
   int64_t page_size() const { return launch.problem.page_size; }
+  int64_t byte_cache() const { return launch.problem.byte_cache; }
 };
 
 LaunchCache<Key, CachedLaunch>& launch_cache() {
@@ -93,7 +94,7 @@ struct RepeatedCall {
     return repeated;
   }
 
-  // Those that follow in two of them.
+  // Those that follow in two of them, and in decode_kept_with the descales.
   void take_more(Arguments& arguments) {
     out = arguments.take<std::optional<Tensor>>();
     call.max_seqlen_q = arguments.take<int64_t>();
@@ -107,11 +108,22 @@ struct RepeatedCall {
 
   bool q_has_its_axes() const { return call.q.dim() == (call.varlen() ? 3 : 4); }
 
+  static bool is_cache(const Tensor& x) {
+    return x.dim() == 4 && has_aligned_rows(x, has_bytes(x) ? 1 : 2);
+  }
+
+  // Whether the kernels read the descale where it lies. int8 has one.
+  static bool is_readable(const std::optional<Tensor>& descale, const Tensor& cache) {
+    if (!descale) return dtype_of(cache) != aoti_torch_dtype_int8();
+    if (dtype_of(*descale) != aoti_torch_dtype_float32()) return false;
+    return descale->dim() == 3 ? has_bytes(cache) : descale->dim() == 2 || is_one_number(*descale);
+  }
+
   // None if no launch is kept for such a call.
   std::optional<CachedLaunch> find() const {
-    const auto is_cache = [](const Tensor& x) { return x.dim() == 4 && has_aligned_rows(x); };
     const bool readable = q_has_its_axes() && has_aligned_rows(call.q) && is_cache(call.k_cache) &&
-                          is_cache(call.v_cache);
+                          is_cache(call.v_cache) && is_readable(call.k_descale, call.k_cache) &&
+                          is_readable(call.v_descale, call.v_cache);
     if (!readable) return std::nullopt;
     return launch_cache().find(key_of(options, call));
   }
@@ -133,6 +145,8 @@ void decode_kept_with(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   RepeatedCall repeated = RepeatedCall::take(arguments);
   repeated.take_more(arguments);
+  repeated.call.k_descale = arguments.take<std::optional<Tensor>>();
+  repeated.call.v_descale = arguments.take<std::optional<Tensor>>();
   return_results(stack, std::tuple(repeated.run()));
 }
 
@@ -197,6 +211,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_MORE                                                                        \
   "Tensor(b!)? out, int max_seqlen_q, Tensor? cache_batch_idx, Tensor? cache_leftpad, " \
   "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? scheduler_metadata, int options_hash"
+#define FA3_DESCALES "Tensor? k_descale, Tensor? v_descale"
 #define FA3_NEW_TOKENS                                                                     \
   "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, " \
   "bool rotary_interleaved, bool one_q_position"
@@ -206,11 +221,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   // launch: of prepare_decode. device: index of the GPU, -1 of another device.
   library.def("keep_decode(int options, Tensor launch, int device, int seqlen_q) -> ()");
   library.def(("decode_kept" + read + ") -> Tensor?").c_str());
-  library.def(("decode_kept_with" + read + ", " FA3_MORE ") -> Tensor(b!)?").c_str());
+  library.def(
+      ("decode_kept_with" + read + ", " FA3_MORE ", " FA3_DESCALES ") -> Tensor(b!)?").c_str());
   library.def(
       ("append_kept" + written + ", " FA3_MORE ", " FA3_NEW_TOKENS ") -> Tensor(b!)?").c_str());
 #undef FA3_CALL
 #undef FA3_MORE
+#undef FA3_DESCALES
 #undef FA3_NEW_TOKENS
 }
 

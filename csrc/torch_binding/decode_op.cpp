@@ -117,7 +117,7 @@ void check_call(const CachedProblem& problem, const KernelInstance& kernel,
   check_dense("cache_leftpad", call.cache_leftpad, int32, {1, {batch}});
   check_dense("cu_seqlens_q", call.cu_seqlens_q, int32, {1, {batch + 1}});
   check_dense("cu_seqlens_k_new", call.cu_seqlens_k_new, int32, {1, {batch + 1}});
-  check_dense("q_descale", call.q_descale, fp32, {2, {batch, heads_kv}});
+  check_descale("q_descale", call.q_descale, call, false);
   check_descale("k_descale", call.k_descale, call, of_bytes);
   check_descale("v_descale", call.v_descale, call, of_bytes);
   check_dense("sinks", call.sinks, fp32, {1, {heads_q}});
@@ -128,13 +128,17 @@ const float* floats(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const float*>(tensor->data_ptr()) : nullptr;
 }
 
-// Sets one of the two.
+void set_descale(const std::optional<Tensor>& descale, const float*& data, DescaleStrides& stride) {
+  data = floats(descale);
+  if (!descale || is_one_number(*descale)) return;
+  stride = {.batch = to_int(kName, "the stride of a descale", descale->stride(0)),
+            .head = to_int(kName, "the stride of a descale", descale->stride(1))};
+}
+
+// Sets those of heads or those of keys.
 void set_descale(const std::optional<Tensor>& descale, const float*& of_heads,
-                 KeyDescaleParams& of_keys) {
-  if (!descale || descale->dim() != 3) {
-    of_heads = floats(descale);
-    return;
-  }
+                 DescaleStrides& stride, KeyDescaleParams& of_keys) {
+  if (!descale || descale->dim() != 3) return set_descale(descale, of_heads, stride);
   of_keys = {.data = floats(descale),
              .stride = {.batch = descale->stride(0),
                         .seq = descale->size(1) == 1 ? 0 : descale->stride(1),
@@ -158,8 +162,9 @@ ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& cal
   }
   params.k = {call.k_cache.data_ptr(), row_strides(call.k_cache, false)};
   params.v = {call.v_cache.data_ptr(), row_strides(call.v_cache, false)};
-  set_descale(call.k_descale, params.k_descale, params.k_key_descale);
-  set_descale(call.v_descale, params.v_descale, params.v_key_descale);
+  set_descale(call.q_descale, params.q_descale, params.q_descale_stride);
+  set_descale(call.k_descale, params.k_descale, params.k_descale_stride, params.k_key_descale);
+  set_descale(call.v_descale, params.v_descale, params.v_descale_stride, params.v_key_descale);
   params.is_int8 = dtype_of(call.k_cache) == aoti_torch_dtype_int8();
   params.page_table = indices(call.page_table);
   params.cache_seqlens = indices(call.cache_seqlens);
@@ -168,7 +173,6 @@ ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& cal
   params.cache_leftpad = indices(call.cache_leftpad);
   params.cache_batch_idx = indices(call.cache_batch_idx);
   params.page_table_stride = paged ? call.page_table->stride(0) : 0;
-  params.q_descale = floats(call.q_descale);
   params.sinks = floats(call.sinks);
 
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
@@ -194,6 +198,11 @@ bool is_widened(const CachedProblem& problem, const DecodeKernel& kernel) {
   return problem.byte_cache && !reads_bytes(kernel.info.name);
 }
 
+LaunchSize size_of(const CachedProblem& problem, const DecodeKernel& kernel, DecodeParams params) {
+  if (is_widened(problem, kernel)) params.k_descale = params.v_descale = nullptr;
+  return kernel.size(kernel.info.name, params);
+}
+
 // Memory that a launch needs besides its tensors. It lives until the launch is enqueued.
 struct LaunchMemory {
   std::optional<Tensor> workspace, counters, widened;
@@ -202,7 +211,7 @@ struct LaunchMemory {
   // Allocates what the kernel needs and sets it in params.
   LaunchMemory(const CachedProblem& problem, const DecodeKernel& kernel, DecodeParams& params,
                int device, cudaStream_t stream)
-      : workspace(new_workspace(kernel.size(kernel.info.name, params).workspace_bytes, device)),
+      : workspace(new_workspace(size_of(problem, kernel, params).workspace_bytes, device)),
         of_stream(device, stream) {
     if (is_widened(problem, kernel)) widened = new_workspace(widened_bytes(params), device);
     if (workspace) params.workspace = workspace->data_ptr();

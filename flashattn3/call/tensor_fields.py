@@ -122,6 +122,7 @@ WRITTEN_DESCALES = (
 # The properties of a cached call that a plan depends on, besides its options: no size that grows
 # from step to step. seqlen_q: queries of a sequence, or of the longest. page_size: 0 without a page
 # table.
+# byte_cache: whether the cache has 8 bits; both dtypes have one plan, and so have all descales.
 CACHED_PLAN = (
     "device",
     "dtype",
@@ -131,6 +132,7 @@ CACHED_PLAN = (
     "head_dim",
     "head_dim_v",
     "page_size",
+    "byte_cache",
 )
 
 

@@ -92,18 +92,19 @@ def with_kvcache(
     if not (k is v is rotary_cos is rotary_sin is None):
         new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
     if (
-        rotary_seqlens is q_descale is k_descale is v_descale is tree_mask is None
+        rotary_seqlens is q_descale is tree_mask is None
         and alibi_slopes is prefix_page_table is prefix_len is None
         and not watched
         and not profiler._is_profiler_enabled  # else the call says which kernel it runs
     ):
         further = None
         alone = out is longest is cache_batch_idx is cache_leftpad is cu_seqlens_q is None
-        if not (alone and sinks is scheduler_metadata is None):
+        if not (alone and sinks is scheduler_metadata is k_descale is v_descale is None):
             most = -1 if longest is None else longest
             further = Further(
-                out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q, sinks, scheduler_metadata
-            )
+                out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q, sinks, scheduler_metadata,
+                0, k_descale, v_descale,
+            )  # fmt: skip
         result = attend_kept(
             options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new
         )

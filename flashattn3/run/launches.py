@@ -142,6 +142,8 @@ class Further(NamedTuple):
     sinks: Tensor | None = None
     scheduler_metadata: Tensor | None = None
     options_hash: int = 0
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 class NewTokens(NamedTuple):
@@ -218,12 +220,19 @@ def _with_more(
         return None, ()
     if sinks is not None and not (type(sinks) in _DENSE and sinks.dtype is torch.float32):
         return None, ()
+    *first, k_descale, v_descale = further
+    if not (k_descale is v_descale is None):
+        for x in (k_descale, v_descale):
+            if not (x is None or type(x) in _DENSE) or _need_gradient(x):
+                return None, ()
+        if new is not None:
+            return None, ()
     if new is None:
         return operators.decode_with, further
     k, v, _, cos, sin, _ = new
     if not type(k) is type(v) is Tensor or _need_gradient(k, v, cos, sin):
         return None, ()
-    return operators.append, (*further, *new, one_q_position(options))
+    return operators.append, (*first, *new, one_q_position(options))
 
 
 def _need_gradient(*tensors: Tensor | None) -> bool:

@@ -95,7 +95,7 @@ struct DecodeProblem {
     for (int h = 0; h < c.heads_q && c.sinks; ++h) sinks.push_back(normal(random));
     for (int i = 0; i < c.batch * c.heads_kv && c.descales; ++i) {
       q_descale.push_back(0.5f + i % 3);
-      k_descale.push_back(i % 5 == 4 ? 0.f : 0.75f);
+      k_descale.push_back(i % 5 == 4 ? 0.f : 0.5f + i % 2 / 4.f);
       v_descale.push_back(i % 4 - 1.5f);
     }
     std::vector<float> direction(c.head_dim);
@@ -164,6 +164,16 @@ struct DecodeProblem {
     return of[(int64_t{page} * tokens + (tokens > 1 ? slot : 0)) * c.heads_kv + head];
   }
 
+  // k_descale is (heads_kv, batch) in memory, the others are (batch, heads_kv).
+  flashattn3::DescaleStrides stride_of(const std::vector<float>& descale) const {
+    if (&descale == &k_descale) return {.batch = 1, .head = c.batch};
+    return {.batch = c.heads_kv, .head = 1};
+  }
+  float head_descale(const std::vector<float>& of, int b, int head) const {
+    const flashattn3::DescaleStrides stride = stride_of(of);
+    return of.empty() ? 1.f : of[b * stride.batch + head * stride.head];
+  }
+
   DecodeSequence sequence(int b) const {
     DecodeSequence s{};
     s.cache_idx = c.cache_idx.empty() ? b : c.cache_idx[b];
@@ -209,8 +219,10 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
   const DecodeCase& c = problem.c;
   const DecodeSequence s = problem.sequence(row.b);
   const auto [begin, end] = problem.visible(row.b, row.query, s);
-  const int kv = row.head / (c.heads_q / c.heads_kv), at = row.b * c.heads_kv + kv;
-  const auto value = [&](const std::vector<float>& x) { return x.empty() ? 1. : double{x[at]}; };
+  const int kv = row.head / (c.heads_q / c.heads_kv);
+  const auto value = [&](const std::vector<float>& x) {
+    return double{problem.head_descale(x, row.b, kv)};
+  };
   const double scale = (c.scale != 0.f ? c.scale : 1 / std::sqrt(double(c.head_dim))) *
                        value(problem.q_descale) * value(problem.k_descale);
   const uint16_t* q = problem.q.row(c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
@@ -402,7 +414,10 @@ flashattn3::ByteDecodeParams make_params(DecodeProblem& p, Memory&& memory, floa
            .num_sms = 0,
            .workspace = nullptr,
            .counters = nullptr,
-           .pdl = false},
+           .pdl = false,
+           .q_descale_stride = p.stride_of(p.q_descale),
+           .k_descale_stride = p.stride_of(p.k_descale),
+           .v_descale_stride = p.stride_of(p.v_descale)},
           key_descale(p.k_key_descale),
           key_descale(p.v_key_descale),
           c.int8};

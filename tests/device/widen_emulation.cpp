@@ -45,7 +45,7 @@ struct Side {
     if (page < 0 || page >= problem.num_pages) return lost;
     const uint16_t* row = cache.row(page, slot, head);
     float descale = static_cast<float>(problem.key_descale(of_keys, page, slot, head));
-    if (!of_heads.empty()) descale = of_heads[b * c.heads_kv + head];
+    if (!of_heads.empty()) descale = problem.head_descale(of_heads, b, head);
     return to_bits(problem.cached(row[column]) * descale, c.fp16);
   }
 

@@ -43,9 +43,9 @@ DECODE_ROWS = 192
 # kernel. The workspace has as many heads as fit into kWidenedBytes (csrc/launch/widen_cache.h), at
 # least one.
 MOST_WIDENED_BYTES = 1 << 31
-_NAMES_TO_CONVERT = frozenset(("q_descale", "k_descale", "v_descale", "sinks"))
+_DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 # Tensors on which no launch of up to DECODE_ROWS packed rows depends.
-_NOT_KEPT = {"q_descale", "k_descale", "v_descale", "tree_mask", "alibi_slopes"}
+_NOT_KEPT = {"q_descale", "tree_mask", "alibi_slopes"}
 _KEPT_WITH = frozenset(DecodeTensors._fields[3:]) - _NOT_KEPT
 
 
@@ -124,7 +124,7 @@ class DecodeLaunch:
         library, handle, problem = self.library, self.kernel_launch.handle, self.problem
         operator, into = library.decode, library.decode_into
         copies_q = self.copies_q
-        converts = copies_q or not problem.given.isdisjoint(_NAMES_TO_CONVERT)
+        converts = copies_q or "sinks" in problem.given
         names = DecodeTensors._fields
         num_passed = 1 + max(i for i, name in enumerate(names) if i < 3 or name in problem.given)
 
@@ -157,7 +157,7 @@ class DecodeLaunch:
         """See ``CachedLaunch``. None where a plan depends on more than CACHED_PLAN
         (call/tensor_fields.py) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
-        alike = problem.given <= _KEPT_WITH and not reads_bytes(problem)
+        alike = problem.given <= _KEPT_WITH
         alike = alike and (problem.rows <= DECODE_ROWS or problem.split_tokens is not None)
         if library.keep_decode is None or not alike or problem.misaligned:
             return None
@@ -274,7 +274,7 @@ def forward_reason(problem: DecodeProblem) -> str | None:
         return f"up to {DECODE_ROWS} packed rows"
     if reads_bytes(problem):
         return _widening_reason(problem)
-    given = sorted(problem.given & _NAMES_TO_CONVERT - {"sinks"})
+    given = sorted(problem.given & _DESCALES)
     if given:
         return f"forward kernels take no {given[0]}"
     expanded = sorted(problem.expanded - {"q"})
@@ -334,11 +334,10 @@ def _is_aligned(out: Tensor) -> bool:
 
 
 def _converted(problem: DecodeProblem, tensors: DecodeTensors, copies_q: bool) -> DecodeTensors:
-    """The tensors as the kernel reads them: aligned q, dense descales, sinks in float32."""
+    """The tensors as the kernel reads them: aligned q, sinks in float32."""
     changed = {}
     if copies_q:
         changed["q"] = tensors.q.clone(memory_format=torch.contiguous_format)
-    for name in _NAMES_TO_CONVERT & problem.given:
-        if getattr(problem, name, None) not in OF_KEYS:  # those of keys are read where they lie
-            changed[name] = getattr(tensors, name).float().contiguous()
+    if "sinks" in problem.given:
+        changed["sinks"] = tensors.sinks.float().contiguous()
     return tensors._replace(**changed)
