@@ -322,16 +322,17 @@ def check_caches_that_are_widened(host):
     """Before a forward kernel reads them; KV heads take turns where they would take over 1 GiB."""
     use_cached_calls()
     caches = in_8_bits(paged(width=13, seqlen_q=60))
-    # 6 units of 128 keys of two heads; each sequence has 4 slices of 64 rows for each of 2 heads.
-    widen, forward = ["launch", 6, 256, 0], ["launch", 12, 512]
+    # 6 units of 128 keys of two heads; a work tile for each of 3 sequences and 8 heads.
+    widen, forward = ["launch", 6, 256, 0], ["launch", 24, 512]
     for given in (caches, in_8_bits(paged(width=13, seqlen_q=60), torch.int8, "tokens")):
         launches = [event for event in passed_by(host, given).events if event[0] == "launch"]
-        assert launches[0] == widen and launches[1][:3] == forward and len(launches) == 2
+        found = launches[0], launches[1][:3], len(launches)
+        assert found == (widen, forward, 2), launches
     turns = passed_by(host, caches | {"page_table": torch.zeros(3, 87382, dtype=torch.int32)})
     assert not isinstance(turns.result, str), turns.result
     assert [event[1:3] for event in turns.events if event[0] == "launch"] == 2 * [
         [528, 256],
-        [6, 512],
+        [12, 512],
     ]
     # Beside the decode kernel of 8 bits.
     call = mixed_call(300)

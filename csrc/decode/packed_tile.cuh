@@ -98,8 +98,8 @@ __host__ __device__ __forceinline__ BlockRange visible_blocks(const Arguments& a
 
 // The scale of a part's scores, with its descales.
 __device__ __forceinline__ ScoreScale scale_of(const Arguments& args, const Part& part) {
-  float descale = args.q_descale.at(part.batch_idx, part.kv_head);
-  if (args.k_descale.data != nullptr) descale *= args.k_descale.at(part.batch_idx, part.kv_head);
+  const float descale = args.q_descale.at(part.batch_idx, part.kv_head) *
+                        args.k_descale.at(part.batch_idx, part.kv_head);
   ScoreScale scale = args.score_scale;
   (scale.caps() ? scale.tanh_scale : scale.factor) *= descale;
   return scale;
