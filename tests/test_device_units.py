@@ -4,7 +4,8 @@ Each header has a file of tests. The program compiles without a GPU, and its tes
 tile order, shares of work, lengths, descales and register coordinates run on the host.
 
 And kernels on the CPU: tests/device/append_emulation.cpp, decode_emulation.cpp,
-forward_emulation.cpp (of cached calls and listed masks) and backward_emulation.cpp.
+forward_emulation.cpp (of cached calls and listed masks), widen_emulation.cpp and
+backward_emulation.cpp.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ EMULATIONS = {
     "decode": ("decode", (), 41, 99, None),
     "random decode": ("decode", ("--random", "15"), 15, 15, None),
     "appends": ("append", ("1000",), 1000, 1000, has_vectors_of_k),
+    "widened caches": ("widen", ("60",), 50, 150, None),
     "cached forward, lost pages": ("forward", ("--only", "lost"), 2, 99, None),
     "random cached forward": ("forward", ("--random", "12"), 2, 12, None),
     "forward, masks as lists": ("forward", ("--only", "lists"), 12, 12, None),
