@@ -485,7 +485,7 @@ def check_the_schemas_of_kept_operators(host):
         further = out, -1, None, None, None, None, None, 0
         for name, arguments in (
             ("decode_kept", call),
-            ("decode_kept_with", (*call, *further)),
+            ("decode_kept_with", (*call, *further, None, None)),
             ("append_kept", (*call, *further, *new)),
         ):
             operator = getattr(torch.ops.flashattn3_hopper, name).default

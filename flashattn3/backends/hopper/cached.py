@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...call.cached import CacheProblem, CombineProblem, DecodeProblem
 from ..triton.backend import BACKEND as TRITON
 from . import append_launch, decode_launch
-from .kernel_configs import APPEND_MEASURED, DecodeConfig, KernelConfig
+from .kernel_configs import APPEND_MEASURED, WIDEN_MEASURED, DecodeConfig, KernelConfig
 
 if TYPE_CHECKING:
     from ..base import CachedLaunch
@@ -67,6 +67,9 @@ def _choose(hopper: HopperBackend, problem: DecodeProblem) -> tuple[KernelConfig
         if hopper.only_measured and not config.measured:
             # backend="hopper" takes none either: decode kernels, which have run, take the call.
             reason = f"kernel config {config.name} was never run on a GPU"
+        careful = hopper.only_measured and problem.backend != hopper.name
+        if careful and not WIDEN_MEASURED and decode_launch.reads_bytes(problem):
+            reason = "the widening kernel was never run on a GPU; backend='hopper' would run it"
         if reason is None:
             return config, f"over {decode_launch.DECODE_ROWS} packed rows"
     return decode_launch.config_of(problem), reason

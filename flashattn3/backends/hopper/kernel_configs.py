@@ -387,6 +387,8 @@ CACHED_FORWARD_CONFIGS = tuple(
 # "GPU, case, date" of the measurement of the append kernel, which has no kernel configs; empty: no
 # GPU has run it yet, and only calls with backend="hopper" do.
 APPEND_MEASURED = "H100 80GB HBM3, benchmarks/append_time.py, 2026-11-24"
+# The same of the kernel that widens caches of 8 bits for cached forward kernels.
+WIDEN_MEASURED = ""
 # All kernels of cached calls, in the order of the registry.
 CACHED_CONFIGS = (*DECODE_CONFIGS, *CACHED_FORWARD_CONFIGS, *BYTE_DECODE_CONFIGS)
 
