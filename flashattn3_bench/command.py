@@ -26,7 +26,7 @@ from .few_queries_suite import OWN as OF_FEW_QUERIES
 from .few_queries_suite import SUITE as FEW_QUERIES
 from .few_queries_suite import run_few_queries
 from .figure import draw
-from .host_suite import WORK, run_host
+from .host_suite import ROTARY_WORK, WORK, run_host, run_rotary_host
 from .ladder_figure import draw_ladder
 from .ladder_suite import RUNGS, SPARSE, run_rung, run_sparse, sparse_work
 from .ladder_suite import SUITE as LADDER
@@ -236,6 +236,7 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     """The steps of a suite; each is a function that gives the records of one cell."""
     if suite == "host":
         steps = [lambda work=work: run_host(work, settings) for work in WORK]
+        steps += [lambda work=work: run_rotary_host(work, settings) for work in ROTARY_WORK]
         return steps + [lambda work=work: run_cached_host(work, settings) for work in HOST_WORK]
     if suite in CACHED:
         chosen = cached_cells(suite, args.quick)

@@ -1,6 +1,6 @@
 """Measures the host time of one small call: the forward pass without and with gradients, both
-passes, and the forward pass with quantization to 8 bits. On a GPU a call ends when its launches
-return; on a CPU the time includes the computation."""
+passes, and the forward pass with quantization to 8 bits, also behind a rotary embedding. On a GPU a
+call ends when its launches return; on a CPU the time includes the computation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from flashattn3.quantization.embedding import Embedding
+
 from .checking import Case
 from .gate import Gate
 from .inputs import Inputs, make_inputs, prepare
 from .providers import OURS, PROVIDERS, SDPA_BACKENDS, WHOLE_INT8, Attention
+from .rotary_suite import ATTENTION, check_results, tables
 from .runner import FAILED, OK, Record, Settings
 from .suites import Cell
 from .timing import Timing
@@ -57,6 +60,7 @@ WORK = {
     "forward with gradients": _forward_with_gradients,
     BOTH: _both_passes,
 }
+ROTARY_WORK = {f"rotary embedding, {work}": of for work, of in WORK.items()}
 
 
 def run_host(work: str, settings: Settings) -> Iterator[Record]:
@@ -70,6 +74,33 @@ def run_host(work: str, settings: Settings) -> Iterator[Record]:
     errors = {name: _error_of(cell, name, _of(name, inputs)) for name in names}
     calls = {name: _call(work, name, inputs) for name in names if errors[name] is None}
     yield from timed(work, case.name, calls, settings, errors)
+
+
+def run_rotary_host(work: str, settings: Settings) -> Iterator[Record]:
+    """A record for the rotary embedding and attention in 16 bits, two or three calls, and in 8, the
+    pair of rotate_and_quantize and attention."""
+    case = CASES[settings.device.type]
+    inputs = _of(WHOLE_INT8, make_inputs(case, settings.device, settings.dtype))
+    cos_sin = tables(case.seqlen_k, case.head_dim, settings.device)
+    embedding = Embedding(None, None, *cos_sin, None, False, 0.0)
+    of_work, calls, errors = ROTARY_WORK[work], {}, {}
+    cell = Cell("host", case, "bwd" if of_work is _both_passes else "fwd")
+    for name, of in ATTENTION.items():
+        attend = partial(_rotated, of, embedding)
+        calls[name] = of_work(attend, inputs)
+        try:
+            results = calls[name]()
+            results = results if isinstance(results, tuple) else (results,)
+            check_results(cell, name, inputs, embedding, results)
+            errors[name] = None
+        except AssertionError as error:
+            errors[name] = str(error)
+            del calls[name]
+    yield from timed(work, case.name, calls, settings, errors)
+
+
+def _rotated(attend: Callable, embedding: Embedding, q, k, v, causal: bool) -> Tensor:
+    return attend(embedding, causal, q, k, v)
 
 
 def timed(

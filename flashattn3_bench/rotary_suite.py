@@ -61,10 +61,9 @@ def run_rotary(cell: Cell, settings: Settings) -> list[Record]:
     embedding = Embedding(None, None, *cos_sin, None, False, 0.0)
 
     def checked(name: str) -> tuple[Call, Record]:
-        of = {OURS: _in_16_bits, IN_8_BITS: _in_8_bits}[name]
-        attend = partial(of, embedding, cell.case.causal)
+        attend = partial(ATTENTION[name], embedding, cell.case.causal)
         call = _work(cell, attend, inputs)
-        _check(cell, name, inputs, embedding, call())
+        check_results(cell, name, inputs, embedding, call())
         if cell.direction == "fwd":
             return call, {}
         return call, {"saved_bytes": _saved_bytes(attend, inputs, cos_sin)}
@@ -81,6 +80,9 @@ def _in_16_bits(embedding: Embedding, causal: bool, q: Tensor, k: Tensor, v: Ten
 def _in_8_bits(embedding: Embedding, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scaled = flashattn3.rotate_and_quantize(q, k, v, embedding.cos, embedding.sin)
     return flashattn3.flash_attn_func(*scaled, causal=causal, out_dtype=q.dtype)
+
+
+ATTENTION = {OURS: _in_16_bits, IN_8_BITS: _in_8_bits}
 
 
 def _work(cell: Cell, attend, inputs: Inputs) -> Call:
@@ -113,7 +115,7 @@ def _saved_bytes(attend, inputs: Inputs, shared: tuple[Tensor, ...]) -> int:
     return sum(storages.values())
 
 
-def _check(
+def check_results(
     cell: Cell, name: str, inputs: Inputs, embedding: Embedding, results: tuple[Tensor, ...]
 ) -> None:
     """AssertionError if a result of the last sequence and head breaks its rule. Gradients of 8 bits

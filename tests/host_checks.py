@@ -22,6 +22,7 @@ from timeit import repeat
 import host_cached_checks
 import host_plan_checks
 import host_saved_checks
+import host_scaled_checks
 import pytest
 import torch
 from helpers import H100, WITHOUT_HOPPER, forget_cached_calls
@@ -734,6 +735,7 @@ def main() -> None:
         return print_times()
     torch.manual_seed(0)
     named = globals() | vars(host_cached_checks) | vars(host_saved_checks) | vars(host_plan_checks)
+    named |= vars(host_scaled_checks)
     wanted = sys.argv[2] if sys.argv[2:] else "check_"
     checks = [check for name, check in named.items() if name.startswith(wanted)]
     for check in checks:

@@ -258,7 +258,7 @@ def test_the_first_fp8_call_may_be_inside_a_cuda_graph(backend):
     x = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.float16)
     wanted = flash_attn_fp8_func(x, x, x, backend=backend)  # compiles, and loads the kernels
     torch.cuda.synchronize()
-    _kept.cache_clear()
+    _kept.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = flash_attn_fp8_func(x, x, x, backend=backend)

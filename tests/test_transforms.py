@@ -274,7 +274,7 @@ class Rotated(torch.nn.Module):
 def test_the_signs_outlive_every_mode(first):
     x = normal(1, 8, 2, 16).half()
     wanted = flash_attn_fp8_func(x, x, x)
-    _kept.cache_clear()
+    _kept.clear()
     first_calls()[first]()
     assert torch.equal(flash_attn_fp8_func(x, x, x), wanted)
     weight = torch.ones(1, requires_grad=True)

@@ -100,15 +100,19 @@ inline Strides row_strides(const Tensor& tensor, bool varlen) {
   return row_strides(tensor, varlen ? kVarlen : kBshd);
 }
 
-// Whether TMA reads a tensor of 16 bits: addresses and strides are multiples of 16 bytes, the last
-// stride is 1.
-inline bool fits_tma(const Tensor& tensor) {
-  constexpr int64_t kAligned = 8;  // elements in 16 bytes
+// Whether a tensor begins at a multiple of 16 bytes.
+inline bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+}
+
+// Whether TMA reads a tensor: addresses and strides are multiples of 16 bytes, the last stride
+// is 1. aligned: its elements in 16 bytes; by default of 16 bits.
+inline bool fits_tma(const Tensor& tensor, int64_t aligned = 8) {
   const int64_t last = tensor.dim() - 1;
-  bool fits = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0 && tensor.stride(last) == 1;
+  bool fits = is_aligned(tensor) && tensor.stride(last) == 1;
   for (int64_t axis = 0; fits && axis < last; ++axis) {
     const int64_t stride = tensor.stride(axis);
-    fits = tensor.size(axis) <= 1 || (stride != 0 && stride % kAligned == 0);
+    fits = tensor.size(axis) <= 1 || (stride != 0 && stride % aligned == 0);
   }
   return fits;
 }

@@ -41,6 +41,18 @@ class PassOperators(NamedTuple):
     forget: Callable[[int], None] | None = None
 
 
+class ScaledOperators(NamedTuple):
+    """A function that finds the launch of a dense call of 8 bits and runs it.
+
+    forward: of (number, q, k, v, q_descale, k_descale, v_descale): out and lse, or None in place of
+        them if no launch is kept for such a call. number: of a ``LaunchCache``.
+    """
+
+    namespace = None  # there is no gradient
+
+    forward: Callable[..., tuple[Tensor | None, ...]]
+
+
 class CachedOperators(NamedTuple):
     """Functions that find the launch of a call, run it and return out, or None if no launch is kept
     for such a call. RuntimeError for tensors that do not fit each other.
@@ -94,10 +106,11 @@ class Launch(Protocol):
         """
 
     @property
-    def keep(self) -> Callable[..., PassOperators] | None:
+    def keep(self) -> Callable[..., PassOperators | ScaledOperators] | None:
         """Keeps the launches of both passes for calls like one, and returns the operators that find
-        them: of (number, bhsd, *tensors), as those of ``PassOperators`` and the six of a mask. None
-        where Python looks for the launch of every call."""
+        them: of (number, bhsd, *tensors), as those of ``PassOperators`` and the six of a mask. Of 8
+        bits of (number, *tensors), as those of ``ScaledOperators``. None where Python looks for the
+        launch of every call."""
 
 
 class CachedLaunch(Protocol):

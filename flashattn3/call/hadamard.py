@@ -7,7 +7,6 @@ This is incoherent processing (QuIP, arXiv 2307.13304; FlashAttention-3, arXiv 2
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,11 +14,17 @@ from torch import Tensor
 from ..modes import is_traced
 
 
+def kept_signs(head_dim: int, device: torch.device) -> Tensor | None:
+    """``signs``, that outlive the caller; None if they are not made yet and cannot be made now."""
+    found = signs(head_dim, device)
+    return found if _kept.get((_made_signs, head_dim, device)) is found else None
+
+
 def signs(head_dim: int, device: torch.device) -> Tensor:
     """The fixed signs, float32 (head_dim), the same in every process and under every mode of torch.
 
-    The tensor is cached, unless it belongs to a trace, a transform or a CUDA graph, outside of
-    which it must not be used.
+    The tensor is kept, unless it is made in a trace, a transform or the capture of a CUDA graph,
+    outside of which it must not be used.
     """
     head_dim = len(range(head_dim))  # a plain number where torch.compile traces a symbolic one
     return _kept_or_made(_made_signs, head_dim, device)
@@ -27,19 +32,24 @@ def signs(head_dim: int, device: torch.device) -> Tensor:
 
 def _kept_or_made(make: Callable, *of: object) -> Tensor:
     """make(head_dim, device, ...), which is computed once."""
-    device = of[1]
-    if is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if is_traced():
         return make(*of)
-    return _kept(make, *of)
-
-
-@cache
-def _kept(make: Callable, *of: object) -> Tensor:
+    key = make, *of
+    made = _kept.get(key)
+    if made is not None:
+        return made
+    on_gpu = (device := of[1]).type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return make(*of)
     with torch.inference_mode(False):  # the tensor outlives the caller's mode
         made = make(*of)
-    if (device := of[1]).type == "cuda":  # other streams will read it
+    if on_gpu:  # other streams will read it
         torch.cuda.current_stream(device).synchronize()
+    _kept[key] = made
     return made
+
+
+_kept: dict[tuple, Tensor] = {}  # one or two for each head dim and device
 
 
 def _made_signs(head_dim: int, device: torch.device) -> Tensor:

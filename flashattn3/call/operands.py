@@ -253,7 +253,6 @@ def normalised(
             return tensors
         sides = [_with_descale(x, of) for x, of in zip((q, k, v), descales, strict=True)]
         return with_sides(tensors, *sides)
-    scaled = []
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k
     for side, x, descale, given in zip(SIDES, (q, k, v), descales, edges, strict=True):
         if not isinstance(x, BlockScaled):
@@ -263,11 +262,14 @@ def normalised(
             expect(False, function, f"{side}_descale", wanted, shown(descale))
         if x.cu_seqlens is not given:
             _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, given)
-        tokens = x.descale.numel() > 0
-        head_dim = x.shape[-1] if x.layout == "permuted" else None
-        descale, block = (x.descale, x.block) if tokens else (None, None)
-        scaled.append(Scaled(x.data, descale, block, x.hadamard, x.layout, head_dim, x.mean))
-    return with_sides(tensors, *scaled)
+    return with_sides(tensors, _scaled(q), _scaled(k), _scaled(v))
+
+
+def _scaled(x: BlockScaled) -> Scaled:
+    head_dim = x.shape[-1] if x.layout == "permuted" else None
+    if x.descale.numel() == 0:  # there are no tokens
+        return Scaled(x.data, None, None, x.hadamard, x.layout, head_dim, x.mean)
+    return Scaled(x.data, x.descale, x.block, x.hadamard, x.layout, head_dim, x.mean)
 
 
 def _with_descale(x: Tensor, descale: Tensor | None) -> Tensor | Scaled:

@@ -21,7 +21,7 @@ from . import smoothing, torch_operations
 
 def on_hopper(x: Tensor) -> bool:
     """Whether the operators of the Hopper library support x's device and head dim."""
-    return x.shape[-1] <= HOPPER_MAX_HEAD_DIM and _runs_on("hopper", x.device.type, x.device.index)
+    return x.shape[-1] <= HOPPER_MAX_HEAD_DIM and runs_on("hopper", x.device.type, x.device.index)
 
 
 def layout_of_v(v: Tensor) -> str:
@@ -69,7 +69,7 @@ def scaled_qkv(
 
 
 def dequantize(*arguments: object) -> Tensor:
-    """Return the values of 8 bits; same arguments as _dequantize."""
+    """Return the values of 8 bits, rotated as they are; same arguments as _dequantize."""
     run = _opaque_dequantize if is_opaque(arguments[0]) else _dequantize
     return run(*arguments)
 
@@ -162,24 +162,21 @@ def _dequantize(
     data: Tensor,
     descale: Tensor,
     block: int,
-    hadamard: bool,
     cu_seqlens: Tensor | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
     """data: of scaled_qkv; what has another shape than ``shape``, that of the result, is permuted.
     Rows of no sequence are 0."""
-    if shape[-1] <= TRITON_MAX_HEAD_DIM and _runs_on("triton", data.device.type, data.device.index):
+    if shape[-1] <= TRITON_MAX_HEAD_DIM and runs_on("triton", data.device.type, data.device.index):
         from . import triton_launch as implementation  # imports Triton
     else:
         implementation = torch_operations
-    return implementation.dequantize(
-        data, descale, block, hadamard, _dense(cu_seqlens), shape, dtype
-    )
+    return implementation.dequantize(data, descale, block, _dense(cu_seqlens), shape, dtype)
 
 
 def on_triton(x: Tensor) -> bool:
-    return x.shape[-1] <= TRITON_MAX_HEAD_DIM and _runs_on("triton", x.device.type, x.device.index)
+    return x.shape[-1] <= TRITON_MAX_HEAD_DIM and runs_on("triton", x.device.type, x.device.index)
 
 
 def _rows_dense(x: Tensor) -> Tensor:
@@ -191,7 +188,8 @@ def _dense(cu_seqlens: Tensor | None) -> Tensor | None:
 
 
 @torch.compiler.assume_constant_result  # it needs plain arguments
-def _runs_on(name: str, device_type: str, device_index: int | None) -> bool:
+def runs_on(name: str, device_type: str, device_index: int | None) -> bool:
+    """Whether a backend runs on a device."""
     return _backend_runs_on(name, torch.device(device_type, device_index))
 
 
@@ -230,13 +228,13 @@ _opaque_dequantize = torch.library.custom_op(
     "flashattn3::dequantize",
     _dequantize,
     mutates_args=(),
-    schema="(Tensor data, Tensor descale, int block, bool hadamard, Tensor? cu_seqlens, "
-    "SymInt[] shape, ScalarType dtype) -> Tensor",
+    schema="(Tensor data, Tensor descale, int block, Tensor? cu_seqlens, SymInt[] shape, "
+    "ScalarType dtype) -> Tensor",
 )
 
 
 @_opaque_dequantize.register_fake
-def _dequantize_fake(data, descale, block, hadamard, cu_seqlens, shape, dtype):
+def _dequantize_fake(data, descale, block, cu_seqlens, shape, dtype):
     return data.new_empty(shape, dtype=dtype)
 
 

@@ -37,6 +37,21 @@ class Lengths(NamedTuple):
     max_seqlen: int | None = None
 
 
+class RotaryCall(NamedTuple):
+    """What one launch rotates and quantizes. k, v: None where q is alone. mean: of k, float32
+    (batch, heads, head_dim), or None. The others are those of rotate_and_quantize."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    embedding: Embedding
+    lengths: Lengths
+    block: int
+    hadamard: bool
+    qk_dtype: torch.dtype
+    mean: Tensor | None
+
+
 def embedded(
     x: Tensor,
     weight: Tensor | None,

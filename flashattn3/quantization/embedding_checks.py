@@ -14,58 +14,54 @@ from ..call.quantization_limits import BLOCKS
 from ..call.value_checks import is_checked
 from ..errors import expect, shown, type_error
 from ..modes import is_traced
-from .embedding import Embedding
 from .lengths import checked_lengths
 
 FUNCTION = "rotate_and_quantize"
 
 
-class Checked(NamedTuple):
-    """The options of a call, converted. heads: of q, k and v, where they are one tensor. longest:
-    sequence of a varlen batch. on_hopper: whether a launch of the Hopper library is all."""
+class Scheme(NamedTuple):
+    """The options of a call that no tensor but q takes part in, converted."""
 
-    heads: tuple[int, int, int] | None
     interleaved: bool
     eps: float
-    longest: int | None
     block: int
     hadamard: bool
     qk_dtype: torch.dtype
     smooth_k: bool
-    on_hopper: bool
 
 
-def checked(tensors: tuple, options: tuple) -> Checked:
-    """tensors: q, k, v, rotary_cos, rotary_sin, positions, q_norm, k_norm, cu_seqlens. options:
-    those of the function, in the order of its signature without them."""
-    q, k, v, cos, sin, positions, q_norm, k_norm, cu_seqlens = tensors
-    num_heads_q, interleaved, eps, max_seqlen, block, hadamard, qk_dtype, smooth_k = options
-    packed = num_heads_q is not None
-    q, k, v = _sides(q, k, v, num_heads_q)
+def scheme_of(head_dim: int, interleaved, eps, block, hadamard, qk_dtype, smooth_k) -> Scheme:
+    """Convert the options of a call. head_dim: of q."""
     block, eps = integer(FUNCTION, "block", block), real(FUNCTION, "norm_eps", eps)
     hadamard = boolean(FUNCTION, "hadamard", hadamard)
     smooth_k = boolean(FUNCTION, "smooth_k", smooth_k)
     interleaved = boolean(FUNCTION, "rotary_interleaved", interleaved)
     if qk_dtype is None:
-        qk_dtype = best_qk_dtype(q.shape[-1], hadamard)
+        qk_dtype = best_qk_dtype(head_dim, hadamard)
     expect(qk_dtype in EIGHT_BIT, FUNCTION, "qk_dtype", f"one of {(None, *EIGHT_BIT)}", qk_dtype)
     expect(block in BLOCKS, FUNCTION, "block", f"one of {BLOCKS}", block)
-    fits = not hadamard or is_rotatable(q.shape[-1])
-    expect(fits, FUNCTION, "q.shape[-1]", "a power of two with hadamard=True", q.shape[-1])
-    expect(not (smooth_k and k is None), FUNCTION, "smooth_k", "False without k", smooth_k)
+    fits = not hadamard or is_rotatable(head_dim)
+    expect(fits, FUNCTION, "q.shape[-1]", "a power of two with hadamard=True", head_dim)
+    return Scheme(interleaved, eps, block, hadamard, qk_dtype, smooth_k)
+
+
+def checked(
+    tensors: tuple, num_heads_q: object, max_seqlen: object, options: tuple
+) -> tuple[int | None, Scheme]:
+    """The longest sequence of a varlen batch, and the scheme. tensors: q, k, v, rotary_cos,
+    rotary_sin, positions, q_norm, k_norm, cu_seqlens. options: those of scheme_of."""
+    q, k, v, cos, sin, positions, q_norm, k_norm, cu_seqlens = tensors
+    q, k, v = _sides(q, k, v, num_heads_q)
+    scheme = scheme_of(q.shape[-1], *options)
+    wanted = "False without k"
+    expect(not scheme.smooth_k or k is not None, FUNCTION, "smooth_k", wanted, scheme.smooth_k)
     expect(k_norm is None or k is not None, FUNCTION, "k_norm", "None without k", "a tensor")
     longest = checked_lengths(FUNCTION, "q", q, cu_seqlens, max_seqlen)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
             _expect_tensor(name, weight, q, (q.shape[-1],))
     _check_rotary(q, cos, sin, positions, cu_seqlens, longest)
-    heads = tuple(x.shape[-2] for x in (q, k, v)) if packed else None
-    embedding = Embedding(q_norm, k_norm, cos, sin, positions, interleaved, eps)
-    from . import hopper_launch  # it imports the backends, which import this package
-
-    on_hopper = not (smooth_k or is_traced()) and hopper_launch.runs(q, k, v, embedding)
-    found = interleaved, eps, longest, block, hadamard, qk_dtype, smooth_k
-    return Checked(heads, *found, on_hopper)
+    return longest, scheme
 
 
 def _sides(q, k, v, num_heads_q) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -10,7 +10,7 @@ from ..backends.device import describe_device
 from ..call import permuted_v
 from ..call.dtypes import FP8
 from . import dispatch, hopper_launch
-from .embedding import Embedding, Lengths, embedded, mean_of_embedded
+from .embedding import Embedding, Lengths, RotaryCall, embedded, mean_of_embedded
 
 MAX_TILE_BELOW_90 = 128 * 128
 
@@ -72,14 +72,17 @@ def _run(
         mean = mean_of_embedded(k, embedding, cu_seqlens, max_seqlen)
     of_mean = nothing if mean is None else mean
     widest = q if k is None or q.shape[-1] >= v.shape[-1] else v
-    how = cu_seqlens, max_seqlen, block, hadamard, qk_dtype, mean
-    if hopper_launch.runs(q, k, v, embedding):
-        return [*hopper_launch.rotate_and_quantize(q, k, v, embedding, *how), of_mean]
+    lengths = Lengths(cu_seqlens, max_seqlen)
+    call = RotaryCall(q, k, v, embedding, lengths, block, hadamard, qk_dtype, mean)
+    if dispatch.on_hopper(widest):
+        found = hopper_launch.rotate_and_quantize(call)
+        if found is not None:
+            return [*(nothing if x is None else x for x in found), of_mean]
     if dispatch.on_triton(widest) and _fits_on_chip(widest, block):
         from .embedding_launch import rotate_and_quantize as launch  # imports Triton
 
         permuted = k is not None and dispatch.layout_of_v(v) == "permuted"
-        return [*launch(q, k, v, embedding, *how, permuted), of_mean]
+        return [*launch(call, permuted), of_mean]
     how = block, hadamard, cu_seqlens, max_seqlen
     found = [
         *dispatch.quantize(embedded(q, q_norm, embedding, cu_seqlens), *how, "rows", qk_dtype, None)

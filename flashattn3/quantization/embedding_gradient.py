@@ -11,35 +11,30 @@ import torch
 from torch import Tensor
 
 from .embedding import Embedding, Lengths, embedded
-from .embedding_dispatch import Sides, rotate_and_quantize, rotated
+from .embedding_dispatch import Sides, rotated
 
 
-def rotate_and_quantize_differentiably(
-    sides: Sides, embedding: Embedding, lengths: Lengths, *how: object
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """What rotate_and_quantize returns, and the gradients of q, k and v."""
-    found = _RotateAndQuantize.apply(*sides, *embedding[:2], embedding, lengths, how)
-    return found[3:], found[:3]
+def gradients_of(sides: Sides, embedding: Embedding, lengths: Lengths) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v, None of those that are not given."""
+    return _Gradients.apply(*sides, *embedding[:2], embedding, lengths)
 
 
-class _RotateAndQuantize(torch.autograd.Function):
+class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
-        *tensors, embedding, lengths, how = arguments
-        sides = tuple(tensors[:3])
-        found = rotate_and_quantize(sides, embedding, lengths, *how)
+    def forward(ctx, q, k, v, q_norm, k_norm, embedding, lengths):
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[x for x in found if x is not None])
         # A norm's gradient needs what it was given, in 16 bits; that of a rotation does not.
-        kept = [x if w is not None else None for x, w in zip(sides[:2], embedding[:2], strict=True)]
+        of_q, of_k = None if q_norm is None else q, None if k_norm is None else k
         tables = embedding.cos, embedding.sin, embedding.positions, lengths.cu_seqlens
-        ctx.save_for_backward(*embedding[:2], *kept, *tables)
+        ctx.save_for_backward(q_norm, k_norm, of_q, of_k, *tables)
         ctx.others = embedding.interleaved, embedding.eps, lengths.max_seqlen
-        # Lists, because torch 2.9 traces no generator here.
-        return *[x if x is None else x.new_zeros(()).expand(x.shape) for x in sides], *found
+        number = q.new_empty(())  # which nothing reads
+        if k is None:
+            return number.expand(q.shape), None, None
+        return number.expand(q.shape), number.expand(k.shape), number.expand(v.shape)
 
     @staticmethod
-    def backward(ctx, dq, dk, dv, *_):
+    def backward(ctx, dq, dk, dv):
         *weights, q, k, cos, sin, positions, edges = ctx.saved_tensors
         interleaved, eps, longest = ctx.others
         embedding = Embedding(None, None, cos, sin, positions, interleaved, eps)
@@ -53,7 +48,7 @@ class _RotateAndQuantize(torch.autograd.Function):
                 dx, dweight = _gradient_of_norm(dx, x, weight, eps)
             results.append((dx, dweight))
         (dq, dq_weight), (dk, dk_weight) = results
-        return dq, dk, dv, dq_weight, dk_weight, None, None, None
+        return dq, dk, dv, dq_weight, dk_weight, None, None
 
 
 def _gradient_of_norm(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -12,26 +12,15 @@ from ..backends.triton.kernels.rotate_quantize import rotate_block, rotate_quant
 from ..call import permuted_v
 from ..call.dtypes import FP8, INT8
 from ..call.hadamard import signs
-from .embedding import Embedding
+from .embedding import Embedding, RotaryCall
 from .torch_operations import LARGEST
 from .triton_launch import tile
 
 
-def rotate_and_quantize(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    embedding: Embedding,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    block: int,
-    hadamard: bool,
-    qk_dtype: torch.dtype,
-    mean: Tensor | None,
-    permuted: bool,
-) -> list[Tensor]:
+def rotate_and_quantize(call: RotaryCall, permuted: bool) -> list[Tensor]:
     """Data and descale of q, k and v, without elements where k and v are None. Rows of no sequence
-    are not written."""
+    are not written. permuted: whether v is."""
+    q, k, v, embedding, (cu_seqlens, max_seqlen), block, hadamard, qk_dtype, mean = call
     varlen = cu_seqlens is not None
     batch, seqlen = (cu_seqlens.numel() - 1, max_seqlen) if varlen else q.shape[:2]
     num_blocks, head_dim = -(-seqlen // block), q.shape[-1]

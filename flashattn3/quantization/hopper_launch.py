@@ -2,63 +2,109 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from ..call.arguments import integer, length
 from ..call.dtypes import INT8
-from ..call.hadamard import signs
-from .dispatch import on_hopper
-from .embedding import Embedding
+from ..call.hadamard import kept_signs, signs
+from ..call.value_checks import is_checked
+from . import dispatch
+from .embedding import RotaryCall
+from .embedding_checks import FUNCTION, Scheme, scheme_of
 
-VECTOR = 8  # elements of 16 bytes
-ALIGNED = 16  # bytes
-HALVES = (32, 64, 128)  # of rotated columns, with pairs in two halves
-
-
-def runs(q: Tensor, k: Tensor | None, v: Tensor | None, embedding: Embedding) -> bool:
-    """Whether the kernel runs on the tensors' device and reads them."""
-    widest = q if v is None or q.shape[-1] >= v.shape[-1] else v
-    return on_hopper(widest) and fits(q, k, embedding)
+_PLAIN = frozenset((int, float, bool, torch.dtype, type(None)))
+# Data and descale of q, k and v, those of k and v None with q alone.
+Found = tuple[Tensor | None, ...]
 
 
-def fits(q: Tensor, k: Tensor | None, embedding: Embedding) -> bool:
-    """Whether the kernel reads these tensors: in whole vectors, pairs in a thread's columns."""
-    cos = embedding.cos
-    if cos is not None:
-        positions, half = cos.shape
-        in_vectors = half % (VECTOR // 2) == 0 if embedding.interleaved else half in HALVES
-        if not (in_vectors and positions and cos.dtype in (torch.float32, q.dtype)):
-            return False
-    if any(x is not None and x.data_ptr() % ALIGNED for x in (cos, *embedding[:2], embedding.sin)):
-        return False
-    return _in_vectors(q) and (k is None or _in_vectors(k))
+class _Numbers(NamedTuple):
+    """The operator's arguments behind the tensors. num_heads_q: -1: q, k and v are tensors of their
+    own, or q is alone. max_seqlen: -1: dense."""
+
+    num_heads_q: int
+    interleaved: bool
+    eps: float
+    block: int
+    max_seqlen: int
+    int8: bool
 
 
-def _in_vectors(x: Tensor) -> bool:
-    *strides, last = x.stride()
-    whole = all(stride % VECTOR == 0 for stride in strides)
-    return last == 1 and whole and x.shape[-1] % VECTOR == 0 and x.data_ptr() % ALIGNED == 0
+class _Known(NamedTuple):
+    """What the operator gets besides the tensors of a call. signs: see ``call/hadamard.py``."""
+
+    scheme: Scheme
+    signs: Tensor | None
+    numbers: _Numbers
 
 
-def rotate_and_quantize(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    embedding: Embedding,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    block: int,
-    hadamard: bool,
-    qk_dtype: torch.dtype,
-    mean: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Data and descale of q, k and v, without elements where k and v are None."""
+def rotate_and_quantize_at_once(
+    tensors: tuple, num_heads_q: object, max_seqlen: object, options: tuple
+) -> tuple[Scheme, Found] | None:
+    """Compute a call that nothing watches, whose tensors the operator checks. None where Python has
+    to check the call or to convert a tensor. The arguments are those of ``checked``."""
+    q, k, v, cos, sin, positions, q_norm, k_norm, cu_seqlens = tensors
+    if not (type(q) is Tensor and (k is None or type(k) is type(v) is Tensor)):
+        return None
+    try:
+        known = _known(q.device, q.shape[-1], num_heads_q, max_seqlen, *options)
+        if known is None:
+            return None
+        scheme, of_rotation, numbers = known
+        found = _operator()(
+            q, k, v, None, of_rotation, q_norm, k_norm, cos, sin, positions, cu_seqlens, *numbers
+        )
+    except (IndexError, RuntimeError, TypeError):
+        return None  # the checks name the argument, or the launch fails again
+    return None if found[0] is None else (scheme, found)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _known(
+    device: torch.device, head_dim: int, num_heads_q: object, max_seqlen: object, *options: object
+) -> _Known | None:
+    """None for options that are wrong or need more than one launch, and where no kernel runs.
+    TypeError, which is not kept, for options that are no plain values, and where a graph is
+    captured that would own the signs."""
+    given = num_heads_q, max_seqlen, *options
+    if not _PLAIN.issuperset(map(type, given)):
+        raise TypeError
+    if is_checked(device) or not dispatch.runs_on("hopper", device.type, device.index):
+        return None
+    try:
+        scheme = scheme_of(head_dim, *options)
+        heads = -1 if num_heads_q is None else integer(FUNCTION, "num_heads_q", num_heads_q)
+        longest = -1 if max_seqlen is None else length(FUNCTION, "max_seqlen", max_seqlen)
+    except (TypeError, ValueError):
+        return None
+    if scheme.smooth_k or longest is None or (num_heads_q is not None and heads < 1):
+        return None
+    of_rotation = kept_signs(head_dim, device) if scheme.hadamard else None
+    if scheme.hadamard and of_rotation is None:
+        raise TypeError
+    how = scheme.interleaved, scheme.eps, scheme.block
+    return _Known(scheme, of_rotation, _Numbers(heads, *how, longest, scheme.qk_dtype == INT8))
+
+
+@cache
+def _operator():
+    return torch.ops.flashattn3_hopper.rotate_and_quantize.default._op
+
+
+def rotate_and_quantize(call: RotaryCall) -> Found | None:
+    """The same of a call that is checked. None for tensors that the kernel does not read."""
+    q, k, v, embedding, (cu_seqlens, max_seqlen), block, hadamard, qk_dtype, mean = call
     q_norm, k_norm, cos, sin, positions, interleaved, eps = embedding
-    return torch.ops.flashattn3_hopper.rotate_and_quantize.default(
+    longest = -1 if max_seqlen is None else max_seqlen
+    found = _operator()(
         *(q, k, v if v is None or v.stride(-1) == 1 else v.contiguous(), mean),
         signs(q.shape[-1], q.device) if hadamard else None,
         *(None if weight is None else weight.float().contiguous() for weight in (q_norm, k_norm)),
         *(None if table is None else table.contiguous() for table in (cos, sin, positions)),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
-        *(interleaved, eps, block, max_seqlen or 0, qk_dtype == INT8),
+        *_Numbers(-1, interleaved, eps, block, longest, qk_dtype == INT8),
     )
+    return None if found[0] is None else found

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from ..call.arguments import integer
 from ..call.block_scaled import BlockScaled, of_own_tensors
 from ..call.operands import key_of
 from ..call.value_checks import is_checked
@@ -16,12 +20,12 @@ from ..modes import (
     refuse_gradients,
 )
 from .embedding import Embedding, Lengths
-from .embedding_checks import FUNCTION, Checked, checked
+from .embedding_checks import FUNCTION, Scheme, checked
 
 _PLAIN = (int, float, bool, torch.dtype, type(None))
 _MOST_KNOWN = 4096
 # What the checks have found for calls with the same metadata; the oldest are forgotten.
-_known: dict[tuple, Checked] = {}
+_known: dict[tuple, tuple[int | None, Scheme]] = {}
 
 
 def rotate_and_quantize(
@@ -74,64 +78,90 @@ def rotate_and_quantize(
     torch.func's transforms and for forward-mode differentiation.
     """
     tensors = q, k, v, rotary_cos, rotary_sin, positions, q_norm, k_norm, cu_seqlens
-    options = num_heads_q, rotary_interleaved, norm_eps, max_seqlen
-    options = (*options, block, hadamard, qk_dtype, smooth_k)
-    plain = is_plain()
-    key = _key_of(tensors, options) if plain else None
-    how = None if key is None else _known.get(key)
-    if how is None:
-        how = checked(tensors, options)
+    options = rotary_interleaved, norm_eps, block, hadamard, qk_dtype, smooth_k
+    call, packed = (tensors, num_heads_q, max_seqlen, options), num_heads_q is not None
+    plain, found, gradients = is_plain(), None, (None, None, None)
+    differentiably = needs_gradient((q, k, v, q_norm, k_norm))
+    if plain and not needs_gradient((rotary_cos, rotary_sin)):
+        scheme, found = _found_at_once(call, differentiably)
+        longest = None if cu_seqlens is None or found is None else min(max_seqlen, q.shape[0])
+    if found is None:
+        longest, scheme = (_checked if plain else checked)(*call)
+        _refuse((q, k, v, q_norm, k_norm), rotary_cos, rotary_sin)
+    if found is None or differentiably:
+        if packed:
+            of_q = integer(FUNCTION, "num_heads_q", num_heads_q)
+            of_kv = (q.shape[-2] - of_q) // 2
+            q, k, v = torch.split_with_sizes(q, (of_q, of_kv, of_kv), -2)
+        tables = rotary_cos, rotary_sin, positions
+        embedding = Embedding(q_norm, k_norm, *tables, scheme.interleaved, scheme.eps)
+        given = (q, k, v), embedding, Lengths(cu_seqlens, longest)
+    if found is None:
+        from .embedding_dispatch import rotate_and_quantize as run  # it imports Triton
+
+        with torch.no_grad():
+            found = run(*given, *scheme[2:])
+    if differentiably:
+        from .embedding_gradient import gradients_of
+
+        gradients = gradients_of(*given)
+    make = of_own_tensors if plain else BlockScaled
+    of = scheme.block, scheme.hadamard, cu_seqlens, "rows"
+    of_q = make(*found[:2], *of, found[0].shape, None, gradients[0])
+    if found[2] is None:
+        return of_q
+    shape = found[2].shape
+    if v is not None:
+        shape = v.shape
+    layout = "rows" if found[4].shape == shape else "permuted"
+    return (
+        of_q,
+        make(*found[2:4], *of, found[2].shape, found[6], gradients[1]),
+        make(*found[4:6], scheme.block, False, cu_seqlens, layout, shape, None, gradients[2]),
+    )
+
+
+def _found_at_once(call: tuple, differentiably: bool) -> tuple[Scheme, tuple] | tuple[None, None]:
+    """The scheme, and data and descales and no mean, of a call that the Hopper library computes
+    without a check in Python."""
+    if not differentiably:
+        found = _at_once()(*call)
+    else:  # torch warns where autograd meets an operator without a gradient
+        with torch._C._AutoDispatchBelowAutograd():
+            found = _at_once()(*call)
+    return (None, None) if found is None else (found[0], (*found[1], None))
+
+
+@cache
+def _at_once() -> Callable:
+    from .hopper_launch import rotate_and_quantize_at_once  # it imports the backends
+
+    return rotate_and_quantize_at_once
+
+
+def _checked(*call: object) -> tuple[int | None, Scheme]:
+    """``checked``, once for calls with the same metadata."""
+    key = _key_of(*call)
+    found = None if key is None else _known.get(key)
+    if found is None:
+        found = checked(*call)
         if key is not None:
             if len(_known) >= _MOST_KNOWN:
                 _known.pop(next(iter(_known)), None)
-            _known[key] = how
-    if how.heads is not None:
-        q, k, v = torch.split_with_sizes(q, how.heads, -2)
-    given = q, k, v, q_norm, k_norm
-    differentiably = needs_gradient(given)
-    if not plain or needs_gradient((rotary_cos, rotary_sin)):
-        _refuse(given, rotary_cos, rotary_sin)
-    embedding = Embedding(
-        q_norm, k_norm, rotary_cos, rotary_sin, positions, how.interleaved, how.eps
-    )
-    scheme = how.block, how.hadamard, how.qk_dtype
-    gradients = None, None, None
-    if differentiably:
-        from .embedding_gradient import rotate_and_quantize_differentiably
-
-        found, gradients = rotate_and_quantize_differentiably(
-            (q, k, v), embedding, Lengths(cu_seqlens, how.longest), *scheme, how.smooth_k
-        )
-    elif how.on_hopper:
-        from .hopper_launch import rotate_and_quantize as run
-
-        found = *run(q, k, v, embedding, cu_seqlens, how.longest, *scheme, None), None
-    else:
-        from .embedding_dispatch import rotate_and_quantize as run  # it imports Triton
-
-        found = run((q, k, v), embedding, Lengths(cu_seqlens, how.longest), *scheme, how.smooth_k)
-    make = of_own_tensors if plain else BlockScaled
-    of = how.block, how.hadamard, cu_seqlens, "rows"
-    of_q = make(*found[:2], *of, q.shape, None, gradients[0])
-    if k is None:
-        return of_q
-    layout = "rows" if found[4].shape == v.shape else "permuted"
-    return (
-        of_q,
-        make(*found[2:4], *of, k.shape, found[6], gradients[1]),
-        make(*found[4:6], how.block, False, cu_seqlens, layout, v.shape, None, gradients[2]),
-    )
+            _known[key] = found
+    return found
 
 
-def _key_of(tensors: tuple, options: tuple) -> tuple | None:
+def _key_of(tensors: tuple, *others: object) -> tuple | None:
     """Under which _known has the call; None where values are checked or an argument is odd."""
-    types = tuple(map(type, options))
+    *lengths, options = others
+    types = tuple(map(type, (*lengths, *options)))
     if not isinstance(tensors[0], Tensor) or is_checked(tensors[0].device):
         return None
     if not all(of in _PLAIN for of in types):
         return None
     try:
-        return key_of(tensors), options, types
+        return key_of(tensors), others, types
     except (AttributeError, RuntimeError):
         return None
 

@@ -52,16 +52,14 @@ def dequantize(
     data: Tensor,
     descale: Tensor,
     block: int,
-    hadamard: bool,
     cu_seqlens: Tensor | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The values of 8 bits, rotated back, in rows; 0 in rows of no sequence."""
+    """The values of 8 bits, rotated as they are, in rows; 0 in rows of no sequence."""
     of = token_positions(shape[-3], data.device, cu_seqlens)
     rows = data if data.shape == torch.Size(shape) else unpermute_v(data, shape, cu_seqlens)
-    x = rows.float() * of_tokens(descale, block, of)[..., None]
-    x = (rotation.rotate_back(x) if hadamard else x).to(dtype)
+    x = (rows.float() * of_tokens(descale, block, of)[..., None]).to(dtype)
     return x if of.owned is None else torch.where(of.owned[:, None, None], x, 0.0)
 
 

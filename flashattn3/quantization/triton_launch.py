@@ -113,7 +113,6 @@ def dequantize(
     data: Tensor,
     descale: Tensor,
     block: int,
-    hadamard: bool,
     cu_seqlens: Tensor | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -127,13 +126,12 @@ def dequantize(
     if descale.numel() == 0 or out.numel() == 0:
         return out
     permuted = data.shape != out.shape
-    block_d, num_warps = tile(block, head_dim, hadamard)
+    block_d, num_warps = tile(block, head_dim, False)
     with torch.cuda.device(data.device) if data.is_cuda else nullcontext():
         dequantize_block[(descale.numel(),)](
             data.view(torch.uint8) if data.dtype == FP8 else data,
             descale,
             out,
-            signs(head_dim, data.device) if hadamard else None,
             cu_seqlens,
             descale.shape[-1],
             heads,
@@ -144,8 +142,6 @@ def dequantize(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             VARLEN=varlen,
-            ROTATED=hadamard,
-            STAGES=head_dim.bit_length() - 1,
             PERMUTED_COLUMNS=data.shape[-2] if permuted else 0,
             num_warps=num_warps,
             enable_fp_fusion=False,  # each operation is rounded, as in torch

@@ -58,6 +58,7 @@ from .operators import (
     forward_watched,
     have_data,
     is_score_watched,
+    launch_of,
     launch_under,
     plan_of,
     returned,
@@ -92,8 +93,9 @@ def attend(
         return attend_plain(tensors, options, bhsd, scores, mask)
     if bhsd:
         tensors = _transposed(tensors)
-    plain = type(q) is Scaled and not scores and _is_plain_8_bits(q, k, v)
-    return returned((forward_of if plain else _attend_watched)(tensors, options), options)
+    if type(q) is Scaled and not scores and _is_plain_8_bits(q, k, v):
+        return returned(_forward_8_bits(tensors, options), options)
+    return returned(_attend_watched(tensors, options), options)
 
 
 @lru_cache(maxsize=4096)
@@ -225,6 +227,32 @@ def _with_mask(cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
 def _transposed(tensors: Tensors) -> Tensors:
     q, k, v = tensors.q, tensors.k, tensors.v
     return with_sides(tensors, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+
+def _forward_8_bits(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
+    """out and lse of an eager call that nothing watches, without scores. The operators of the
+    backend find the launch of a dense one."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    if tensors.cu_seqlens_q is not None or profiler._is_profiler_enabled:
+        return forward_of(tensors, options)
+    cache = _launch_cache_of_8_bits(options, q[2:6], k[2:6], v[2:6])
+    of_call = q.data, k.data, v.data, q.descale, k.descale, v.descale
+    if cache.operators is not None:
+        results = cache.run(cache.operators.forward, *of_call)
+        if results is not None:
+            return results
+    launch = launch_of(tensors, options)
+    results = launch.forward(tensors)
+    if launch.keep is not None:
+        cache.keep(launch.keep, *of_call)
+    return results
+
+
+@lru_cache(maxsize=4096)
+def _launch_cache_of_8_bits(options: Options, *sides: tuple) -> LaunchCache:
+    """That of calls with these options and with what ``Scaled`` of q, k and v have besides
+    tensors."""
+    return LaunchCache(options)
 
 
 def _is_plain_8_bits(*sides: Tensor | Scaled) -> bool:

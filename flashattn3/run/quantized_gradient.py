@@ -14,7 +14,7 @@ sums of many keys average out and those of few do not. Rows that see few keys ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +54,9 @@ def attend_differentiably(
     """What the call returns. tensors: of 16 bits. options: of the call in 8 bits. quantized: the
     call with q, k and v of 8 bits."""
     if not is_traced():
-        plan_of(tensors, _of_16_bits(options))  # refuses what has no gradient before anything runs
+        # Refuses what has no gradient before anything runs.
+        plan_of(tensors, _kept_of_16_bits(options))
+        return returned(_apply(*tensors, options, quantized), options)
     return returned(_AttentionOfQuantized.apply(*tensors, options, quantized), options)
 
 
@@ -66,7 +68,8 @@ def attend_scaled(
 ) -> Tensor | tuple[Tensor, ...]:
     """``attend`` of 8 bits, differentiably where one of the sides has a gradient. tensors: of the
     sides, normalised."""
-    given = [x.gradient for x in sides]
+    q, k, v = sides
+    given = q.gradient, k.gradient, v.gradient
     if not needs_gradient(given):
         return attend(tensors, options, mask=mask)
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
@@ -91,6 +94,9 @@ def _of_16_bits(options: Options) -> Options:
     return options._replace(
         out_dtype=None, return_lse=False, return_max_logit=False, use_fast_accum=False
     )
+
+
+_kept_of_16_bits = lru_cache(maxsize=4096)(_of_16_bits)
 
 
 class _AttentionOfQuantized(torch.autograd.Function):
@@ -152,6 +158,10 @@ class _AttentionOfQuantized(torch.autograd.Function):
         return (*found, *(None,) * (len(Tensors._fields) + _NUM_OTHERS - len(found)))
 
 
+# As doors._apply.
+_apply = super(torch.autograd.Function, _AttentionOfQuantized).apply
+
+
 def _with_exact_rows(
     tensors: Tensors,
     options: Options,
@@ -211,7 +221,7 @@ def _widened(
         return data.new_zeros(shape, dtype=dtype)
     from ..quantization.dispatch import dequantize  # its custom operators import Triton
 
-    return dequantize(data, descale, block, False, cu_seqlens, shape, dtype)
+    return dequantize(data, descale, block, cu_seqlens, shape, dtype)
 
 
 def _with_gradient_of_mean(

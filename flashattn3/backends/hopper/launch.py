@@ -17,7 +17,7 @@ from ...call.operands import NUM_TENSORS, Tensors, as_scaled, tensors_of_mask
 from ...call.problem import Problem
 from ...call.tensor_fields import FOUND
 from ...masks.block_lists import BlockLists, turns_of
-from ..base import PassOperators
+from ..base import PassOperators, ScaledOperators
 from ..conversions import with_dense_rows
 from .kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS, BackwardConfig, ForwardConfig
 from .launch_record import record_of
@@ -147,10 +147,12 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
     with a mask, whose turns follow the values of the lists."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
-    if config.gradient_config is None or not aligned:
-        return None
     shortened = problem.q.has_seqused or problem.k.has_seqused
-    if problem.dtype in EIGHT_BIT or problem.copied or config.copied or shortened:
+    if not aligned or problem.copied or config.copied or shortened:
+        return None
+    if problem.dtype in EIGHT_BIT:
+        return _keep_scaled(launch, library)
+    if config.gradient_config is None:
         return None
     copies_sinks = config.packed is not None and problem.sinks_dtype in SIXTEEN_BIT
     if library.keep_passes is None or copies_sinks:
@@ -170,6 +172,24 @@ def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOp
             forwards = (_with_max_logit(forwards[1], heads=1 if bhsd else 2),) * 2
         backwards = library.backward_kept, library.backward_kept_scores
         return PassOperators(library.namespace, *forwards, *backwards, library.forget_passes)
+
+    return keep
+
+
+def _keep_scaled(launch: HopperLaunch, library: Library) -> Callable[..., ScaledOperators] | None:
+    """The same of 8 bits: of dense calls without a mean of k, whose v is permuted as the kernel
+    reads it."""
+    problem, config = launch.problem, launch.config
+    converted = not problem.v.permuted or problem.k.has_mean
+    if converted or problem.varlen or problem.score_options:
+        return None
+    operators = ScaledOperators(library.scaled_kept)
+
+    def keep(number: int, *tensors: Tensor | None) -> ScaledOperators:
+        is_padded = tensors[2].shape[-2] < config.kernel_config.head_dim
+        if not is_padded and all(x is not None for x in tensors):
+            library.keep_scaled(number, config.launch.handle, *tensors)
+        return operators
 
     return keep
 

@@ -63,6 +63,8 @@ class Library(NamedTuple):
     forward_kept_scores: Callable | None = None
     backward_kept: Callable | None = None
     backward_kept_scores: Callable | None = None
+    keep_scaled: Callable | None = None
+    scaled_kept: Callable | None = None
     keep_decode: Callable | None = None
     decode_kept: Callable | None = None
     decode_kept_with: Callable | None = None

@@ -1,12 +1,11 @@
-"""Widens blocks of 8 bits to 16 bits, rotated back: the inverse of quantize_block but for the
-mean."""
+"""Widens blocks of 8 bits to 16 bits, rotated as they are: the inverse of quantize_block but for
+the rotation and the mean."""
 
 import triton
 import triton.language as tl
 
 from .common import sequence, tile_offsets
 from .fp8 import as_float16
-from .quantize import transformed
 
 KEY_GROUP, CORE_ROW_KEYS = tl.constexpr(32), tl.constexpr(16)  # see call/permuted_v.py
 
@@ -42,7 +41,6 @@ def dequantize_block(
     data_ptr,
     descale_ptr,
     out_ptr,
-    sign_ptr,
     cu_seqlens,
     num_blocks,
     num_heads,
@@ -53,8 +51,6 @@ def dequantize_block(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
-    ROTATED: tl.constexpr,
-    STAGES: tl.constexpr,
     PERMUTED_COLUMNS: tl.constexpr,
 ):
     """out (b, s, h, d), dense. Grid: blocks * heads * b.
@@ -88,6 +84,4 @@ def dequantize_block(
     else:
         wide = as_float16(x, False).to(tl.float32)
     wide *= tl.load(descale_ptr + (batch * num_heads + head) * num_blocks + block)
-    if ROTATED:
-        wide = transformed(wide, BLOCK_T, BLOCK_D, STAGES) * tl.load(sign_ptr + columns)[None, :]
     tl.store(out_ptr + rows, wide.to(out_ptr.dtype.element_ty), mask=mask)

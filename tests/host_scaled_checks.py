@@ -1,0 +1,285 @@
+"""Checks of rotate_and_quantize and of calls of 8 bits that tests/host_checks.py runs: in whatever
+way its launch is found, a call passes the same to the driver, returns and saves the same tensors,
+and has the same errors."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from helpers import H100
+from host_cached_checks import events_of
+
+from flashattn3 import UnsupportedError, flash_attn_func, rotate_and_quantize
+from flashattn3.call.block_scaled import BlockScaled
+from flashattn3.call.dtypes import FP8, INT8
+from flashattn3.quantization import (
+    dispatch,
+    embedding_checks,
+    hopper_launch,
+    rotary_quantization,
+)
+from flashattn3.run import doors, operators, quantized
+
+ERRORS = TypeError, ValueError, UnsupportedError
+
+
+@contextlib.contextmanager
+def quantization():
+    """Tensors on the CPU are quantized as on an H100, without a look at values."""
+    modules = hopper_launch, rotary_quantization, embedding_checks, operators, quantized
+    known = dispatch._backend_runs_on, hopper_launch._known
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "is_checked", lambda device: False)
+        patch.setattr(dispatch, "HOPPER", operators.BACKENDS[0])
+        patch.setattr(dispatch, "describe_device", lambda device: H100)
+        forget(*known)
+        yield patch
+    forget(*known)
+
+
+def forget(*caches) -> None:
+    for cache in caches:
+        cache.cache_clear()
+    doors._launch_cache_of_8_bits.cache_clear()
+    rotary_quantization._known.clear()
+
+
+def layout(x):
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad)
+
+
+def fields(x: BlockScaled) -> tuple:
+    tensors = x.data, x.descale, x.mean, x.gradient
+    given = x.block, x.hadamard, x.layout, x.shape, x.cu_seqlens is None
+    return *map(layout, tensors), *given
+
+
+def outcome(host, call) -> tuple:
+    """What the driver gets but descriptors, which are cached, and addresses; what the call returns;
+    what it saves; its error."""
+    kept, saved = [], []
+
+    def run():
+        kept.append(call())
+
+    def pack(x):
+        saved.append(layout(x))
+        return x
+
+    error = None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        try:
+            events = events_of(host, run)
+        except ERRORS as raised:
+            error, events = (type(raised), str(raised)), []
+    ignored = "descriptor", "strides", "arguments", "memset"
+    events = [x for x in events if x[0] not in ignored]
+    found = kept[0] if kept else ()
+    found = found if isinstance(found, tuple) else (found,)
+    results = [fields(x) if isinstance(x, BlockScaled) else layout(x) for x in found]
+    return events, results, saved, error
+
+
+def rotary_call(**changed):
+    """A call of rotate_and_quantize."""
+    rows = changed.pop("rows", (2, 40))
+    heads, dims = changed.pop("heads", (4, 2)), changed.pop("dims", (64, 64))
+    dtype, half = changed.pop("dtype", torch.bfloat16), changed.pop("half", 32)
+    shapes = {"q": (heads[0], dims[0]), "k": (heads[1], dims[0]), "v": (heads[1], dims[1])}
+    call = {name: torch.zeros(*rows, *shape, dtype=dtype) for name, shape in shapes.items()}
+    tables = torch.zeros(2, 40, half)
+    call |= {"rotary_cos": tables[0], "rotary_sin": tables[1]}
+    return call | changed
+
+
+def varlen(**changed):
+    edges = torch.tensor([0, 9, 40], dtype=torch.int32)
+    return rotary_call(rows=(40,), cu_seqlens=edges, max_seqlen=31) | changed
+
+
+def bf16(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+# Calls that differ from rotary_call() in one property, and whether the operator takes them as they
+# are.
+ROTATIONS = {
+    "float16": (rotary_call(dtype=torch.float16), True),
+    "batch": (rotary_call(rows=(3, 40)), True),
+    "tokens": (rotary_call(rows=(2, 24)), True),
+    "heads": (rotary_call(heads=(6, 2)), True),
+    "head dim": (rotary_call(dims=(128, 128)), True),
+    "head dim of v": (rotary_call(dims=(64, 32)), True),
+    "transposed": (rotary_call(k=bf16(2, 2, 40, 64).transpose(1, 2)), True),
+    "strides": (rotary_call(q=bf16(2, 40, 4, 72)[..., :64]), True),
+    "columns of v": (rotary_call(v=bf16(2, 40, 64, 2).transpose(2, 3)), False),
+    "packed": (
+        rotary_call(q=bf16(2, 40, 8, 64), k=None, v=None, num_heads_q=4), True,
+    ),
+    "q": (rotary_call(k=None, v=None), True),
+    "no rotation": (rotary_call(rotary_cos=None, rotary_sin=None), True),
+    "interleaved": (rotary_call(half=4, rotary_interleaved=True), True),
+    "tables of 16 bits": (rotary_call(rotary_cos=bf16(40, 32), rotary_sin=bf16(40, 32)), True),
+    "strided tables": (
+        rotary_call(rotary_cos=torch.zeros(40, 64)[:, ::2], rotary_sin=torch.zeros(40, 32)), False,
+    ),
+    "positions": (rotary_call(positions=torch.zeros(2, 40, dtype=torch.int32)), True),
+    "wide positions": (rotary_call(positions=torch.zeros(2, 40, dtype=torch.int64)), True),
+    "norm": (rotary_call(q_norm=torch.ones(64), k_norm=torch.ones(64)), True),
+    "norm of 16 bits": (rotary_call(q_norm=torch.ones(64).bfloat16()), False),
+    "eps": (rotary_call(norm_eps=1e-5), True),
+    "block": (rotary_call(block=64), True),
+    "hadamard": (rotary_call(hadamard=False), True),
+    "e4m3": (rotary_call(qk_dtype=FP8), True),
+    "option of another type": (rotary_call(block=torch.tensor(128)), False),
+    "varlen": (varlen(), True),
+    "longest": (varlen(max_seqlen=500), True),
+    "gradient": (rotary_call(q=bf16(2, 40, 4, 64).requires_grad_()), True),
+    "gradient of a norm": (rotary_call(q_norm=torch.ones(64).requires_grad_()), True),
+    "packed gradient": (
+        rotary_call(q=bf16(2, 40, 8, 64).requires_grad_(), k=None, v=None, num_heads_q=4), True,
+    ),
+}  # fmt: skip
+WRONG_ROTATIONS = {
+    "few positions": rotary_call(rows=(2, 48)),
+    "sin": rotary_call(rotary_sin=torch.zeros(40, 16)),
+    "sin's dtype": rotary_call(rotary_sin=bf16(40, 32)),
+    "tables": rotary_call(half=64),
+    "positions": rotary_call(positions=torch.zeros(80, dtype=torch.int32)),
+    "positions' dtype": rotary_call(positions=torch.zeros(2, 40)),
+    "positions alone": rotary_call(
+        rotary_cos=None, rotary_sin=None, positions=torch.zeros(2, 40, dtype=torch.int32)
+    ),
+    "tokens of k": rotary_call(k=bf16(2, 39, 2, 64)),
+    "dtype of v": rotary_call(v=torch.zeros(2, 40, 2, 64)),
+    "heads": rotary_call(heads=(4, 3)),
+    "head dim of k": rotary_call(k=bf16(2, 40, 2, 128)),
+    "heads of v": rotary_call(v=bf16(2, 40, 4, 64)),
+    "v": rotary_call(v=None),
+    "rotation": rotary_call(dims=(96, 96)),
+    "norm": rotary_call(q_norm=torch.ones(32)),
+    "norm of no k": rotary_call(k=None, v=None, k_norm=torch.ones(64)),
+    "packed heads": rotary_call(k=None, v=None, num_heads_q=3),
+    "no heads": rotary_call(k=None, v=None, num_heads_q=0),
+    "negative heads": rotary_call(k=None, v=None, num_heads_q=-1),
+    "packed k": rotary_call(num_heads_q=2),
+    "longest of a dense batch": rotary_call(max_seqlen=40),
+    "no longest": varlen(max_seqlen=None),
+    "edges": varlen(cu_seqlens=torch.tensor([0, 40])),
+    "block": rotary_call(block=32),
+    "dtype": rotary_call(qk_dtype=torch.float16),
+    "gradient of tables": rotary_call(rotary_cos=torch.zeros(40, 32).requires_grad_()),
+}
+
+
+def check_rotations_that_python_does_not_check(host):
+    """The operator takes the tensors as they are, or leaves the call to Python: the driver, the
+    caller and autograd get the same as from a call that Python has checked."""
+    with quantization() as patch:
+        counts = []
+        checked = rotary_quantization._checked
+        patch.setattr(rotary_quantization, "_checked", lambda *x: counts.append(1) or checked(*x))
+        rotate_and_quantize(**rotary_call())
+        found = {}
+        calls = {name: call for name, (call, _) in ROTATIONS.items()} | WRONG_ROTATIONS
+        for name, call in calls.items():
+            counts.clear()
+            found[name] = outcome(host, partial(rotate_and_quantize, **call))
+            taken = name in ROTATIONS and ROTATIONS[name][1] and call is ROTATIONS[name][0]
+            assert bool(counts) != taken, name
+        patch.setattr(rotary_quantization, "_at_once", lambda: lambda *call: None)
+        for name, call in calls.items():
+            wanted = outcome(host, partial(rotate_and_quantize, **call))
+            assert found[name] == wanted, name
+            assert (wanted[3] is not None) == (call is WRONG_ROTATIONS.get(name)), name
+            assert [x[0] for x in wanted[0]].count("launch") == (wanted[3] is None), name
+
+
+def scaled(dtype=INT8, block=128, rotated=True, **changed) -> dict[str, BlockScaled]:
+    call = rotary_call(**changed)
+    with torch.set_grad_enabled(True):
+        found = rotate_and_quantize(**call, block=block, hadamard=rotated, qk_dtype=dtype)
+    return dict(zip("qkv", found, strict=True))
+
+
+def moved(x: BlockScaled, **changed) -> BlockScaled:
+    names = "data", "descale", "block", "hadamard", "cu_seqlens", "layout", "shape", "mean"
+    return BlockScaled(**{name: getattr(x, name) for name in names} | changed)
+
+
+def check_calls_of_8_bits_like_an_earlier_one(host):
+    """A call that finds its launch passes the same to the driver, returns and saves the same as one
+    that is planned; another call is planned, or refused with the same words, whatever ran
+    before."""
+    with quantization():
+        base = scaled()
+        wide = torch.zeros(2, 40, 4, 80, dtype=INT8)
+        off = torch.zeros(2 * 40 * 4 * 64 + 1, dtype=INT8)[1:].view(2, 40, 4, 64)
+        loose = torch.zeros(2, 4, 2)[..., :1]
+        # Calls that differ from the first in one property, and whether they share its launch; None:
+        # no launch is kept for them.
+        calls = {
+            "address": (scaled(), {}, True),
+            "strides": (base | {"q": moved(base["q"], data=wide[..., :64])}, {}, True),
+            "strides of descales": (base | {"q": moved(base["q"], descale=loose)}, {}, True),
+            "alignment": (base | {"q": moved(base["q"], data=off)}, {}, None),
+            "batch": (scaled(rows=(3, 40)), {}, False),
+            "tokens": (scaled(rows=(2, 24)), {}, False),
+            "heads": (scaled(heads=(6, 2)), {}, False),
+            "head dim": (scaled(dims=(128, 128)), {}, False),
+            "head dim of v": (scaled(dims=(64, 32)), {}, False),
+            "columns of v": (scaled(dims=(128, 64)), {}, None),  # the kernel reads more
+            "dtype": (scaled(dtype=FP8), {}, False),
+            "block": (scaled(block=64), {}, False),
+            "rotation": (scaled(rotated=False), {}, False),
+            "causal": (base, {"causal": True}, False),
+            "window": (base, {"window_size": (9, 3)}, False),
+            "scale": (base, {"softmax_scale": 0.3}, False),
+            "softcap": (base, {"softcap": 7.0}, False),
+            "out_dtype": (base, {"out_dtype": torch.float16}, False),
+            "return_lse": (base, {"return_lse": True}, False),
+            "use_fast_accum": (base, {"use_fast_accum": True}, False),
+            "mean": (
+                base | {"k": moved(base["k"], mean=torch.zeros(2, 2, 64))}, {}, None,
+            ),
+            "gradient": (scaled(q=bf16(2, 40, 4, 64).requires_grad_()), {}, False),
+        }  # fmt: skip
+        wrong = {
+            "tokens of q": base | {"q": scaled(rows=(3, 40))["q"]},
+            "tokens of v": base | {"v": scaled(rows=(2, 24))["v"]},
+            "dtype of k": base | {"k": scaled(dtype=FP8)["k"]},
+            "rotation of k": base | {"k": moved(base["k"], hadamard=False)},
+            "descale": base | {"k": moved(base["k"], descale=torch.zeros(2, 2, 2))},
+            "descale's dtype": base | {"k": moved(base["k"], descale=torch.zeros(2, 2, 1).half())},
+            "head dim of v": base | {"v": moved(base["v"], shape=(2, 40, 2, 128))},
+            "block": base | {"k": moved(base["k"], block=32)},
+        }
+        first = partial(flash_attn_func, **base)
+
+        def planned(call):
+            before = operators._plan.cache_info()[:2]
+            return outcome(host, call), operators._plan.cache_info()[:2] != before
+
+        for name, (sides, options, shares) in calls.items():
+            call = partial(flash_attn_func, **sides, **options)
+            doors._launch_cache_of_8_bits.cache_clear()
+            wanted, is_planned = planned(call)
+            assert is_planned and wanted[3] is None, (name, wanted)
+            again, is_planned = planned(call)
+            gradient = name == "gradient"  # whose call of 16 bits is planned
+            assert again == wanted and is_planned == (shares is None or gradient), name
+            doors._launch_cache_of_8_bits.cache_clear()
+            assert planned(first)[1] and not planned(first)[1]
+            after, is_planned = planned(call)
+            assert after == wanted and is_planned != (shares is True), name
+        for name, sides in wrong.items():
+            call = partial(flash_attn_func, **sides)
+            doors._launch_cache_of_8_bits.cache_clear()
+            wanted, _ = planned(call)
+            assert wanted[3] is not None, name
+            assert planned(first)[1]
+            assert planned(call)[0] == wanted, name
