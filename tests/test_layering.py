@@ -55,7 +55,7 @@ MAY_WAIT = {
     *("check_decode_values", "check_append_values", "check_lengths"),
     *("_check_pages", "_check_metadata_values"),
     *("_scalar", "_listed"),
-    *("_kept", "kernel_info"),
+    *("_kept_or_made", "kernel_info"),
     *("text", "figure", "summary", "_seen_on_host"),
 }
 
