@@ -1,6 +1,6 @@
 """Measures the host time of one small call: the forward pass without and with gradients, both
-passes, and the forward pass with quantization to 8 bits, also behind a rotary embedding. On a GPU a
-call ends when its launches return; on a CPU the time includes the computation."""
+passes, and the forward pass with quantization to 8 bits; on a GPU also behind a rotary embedding.
+There a call ends when its launches return; on a CPU the time includes the computation."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ from flashattn3_bench.providers import (
     FAST_INT8,
     FP8_E4M3,
     FP8_INT8,
+    IN_8_BITS,
     MHA,
     ON_FEW_SMS,
     OURS,
@@ -411,6 +412,12 @@ def test_host_suite_on_a_cpu(bench, few_samples):
     median = {(r["direction"], r["provider"]): r["median_ms"] for r in records}
     assert median[host_suite.BOTH, OURS] > median["forward", OURS]
     assert "host time (us): flashattn3 / quantize+int8 / fa2" in printed
+
+
+def test_host_time_behind_a_rotary_embedding(few_samples):
+    settings = Settings(torch.device("cpu"), torch.float16, (), 2, 1.0, (OURS,))
+    found = list(host_suite.run_rotary_host("rotary embedding, forward with gradients", settings))
+    assert [(r["provider"], r["status"]) for r in found] == [(OURS, "ok"), (IN_8_BITS, "ok")]
 
 
 def test_a_wrong_call_has_no_host_time(bench, few_samples, monkeypatch):
