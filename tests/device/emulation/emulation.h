@@ -285,6 +285,11 @@ inline int __reduce_add_sync(uint32_t, int value) {
   for (int lane = 0; lane < 32; ++lane) sum += emulation::shuffle(value, lane);
   return sum;
 }
+inline int __reduce_max_sync(uint32_t, int value) {
+  int most = emulation::shuffle(value, 0);
+  for (int lane = 1; lane < 32; ++lane) most = max(most, emulation::shuffle(value, lane));
+  return most;
+}
 // CTAs run one after the other.
 inline int atomicAdd(int* at, int value) { return std::exchange(*at, *at + value); }
 inline int atomicMax(int* at, int value) { return std::exchange(*at, std::max(*at, value)); }
