@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join, quote
 
-from .device_checks import KINDS, write_configs
+from .device_checks import KINDS, write_configs, write_span_configs
 from .toolchain import OLDEST_TORCH_ABI, Toolchain
 from .units import ROOT
 
@@ -15,9 +15,8 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 # Programs of DEVICE_TESTS, written to the build folder, built only on request.
 KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
-EMULATIONS = (
-    *("append_emulation", "decode_emulation", "forward_emulation", "widen_emulation"),
-    "backward_emulation",
+EMULATIONS = tuple(
+    f"{kind}_emulation" for kind in ("append", "decode", "forward", "span", "widen", "backward")
 )
 # The operator library over tests/device/host, a CUDA runtime without a GPU.
 HOST_LIBRARY = "libflashattn3_host.so"
@@ -124,6 +123,7 @@ def _emulations(lines: list[str], tools: Toolchain, configs: Path) -> None:
     before += ",-U_FORTIFY_SOURCE"  # which takes a jump to another stack for an error
     flags = [before, f"-I{shadows}", f"-I{configs}"]
     flags.append(f"-isystem={tools.cutlass_include}")
+    write_span_configs(configs)
     for name in EMULATIONS:
         program = _compile(lines, DEVICE_TESTS / f"{name}.cpp", flags)
         _link(lines, Path(name), [program], ["-cudart=static", "-lpthread"])

@@ -231,6 +231,17 @@ def test_cached_calls_of_16_bits_find_the_smallest_row(select, configs, dtype):
     assert select(dtype, MAX_HEAD_DIM + 1) is None
 
 
+def test_a_forward_of_spans_sums_the_keys_of_the_decode_kernel():
+    forwards = [config for config in CACHED_FORWARD_CONFIGS if config.spans]
+    assert {config.dtype for config in forwards} == set(SIXTEEN_BIT)
+    for forward in forwards:
+        of = forward.dtype, forward.head_dim, True
+        decode = select_decode_config(*of)
+        assert select_cached_forward_config(*of) is forward
+        assert (decode.head_dim, decode.block_n) == (forward.head_dim, forward.block_n)
+        assert decode.num_consumers == 1  # which takes every KV block
+
+
 def test_only_forward_rows_of_cached_calls_are_cached():
     assert all(config.cached and config.masked for config in CACHED_FORWARD_CONFIGS)
     assert not any(config.cached for config in FORWARD_CONFIGS)

@@ -17,6 +17,7 @@
 #include "decode/traits.cuh"
 #include "decode/workspace.h"
 #include "ptx/arrival_counter.cuh"
+#include "ptx/marked_memory.cuh"
 #include "tile/fragment.h"
 
 namespace flashattn3::decode {
@@ -110,18 +111,28 @@ class Combine {
     const int warp = threadIdx.x / 32;
     if (warp < count && threadIdx.x % 32 == 0) {
       const Part& part = storage_.pending[warp].part;
-      const ArrivalGroup group = Traits::kConfig.spans ? ArrivalGroup{part.first_cta, part.num_ctas}
-                                                       : ArrivalGroup::of(storage_.share.cta, part);
+      const ArrivalGroup group = ArrivalGroup::of(storage_.share.cta, part);
       storage_.is_last[warp] =
           arrive_last(group.counter(*args_.counters, part), storage_.launch, group.num_ctas);
     }
     named_barrier_sync(1, kCombineThreads);  // Sync: is_last is written.
     for (int i = 0; i < count; ++i) {
-      if constexpr (Traits::kConfig.spans) {
-        if (storage_.is_last[i]) join_spans(storage_.pending[i]);
-      } else {
-        if (storage_.is_last[i]) combine_tile(storage_.pending[i], storage_.is_last[i]);
-      }
+      if (storage_.is_last[i]) combine_tile(storage_.pending[i], storage_.is_last[i]);
+    }
+  }
+
+  // Joins the spans of the work tiles of pending parts 0 to count - 1. All CTAs of a launch whose
+  // work tiles may be shared call it.
+  __device__ __forceinline__ void run_spans(int count) const {
+    if (args_.counters == nullptr) return;
+    // Loaded before the barrier, which hides the latency.
+    const bool all_run =
+        threadIdx.x == 0 && has_counted(&args_.counters->launch, storage_.launch, kLaunchStep);
+    named_barrier_sync(1, kCombineThreads);  // Sync: all threads have stored the spans.
+    if (threadIdx.x < 32) arrive_for_spans(count, __shfl_sync(~0u, int{all_run}, 0) != 0);
+    named_barrier_sync(1, kCombineThreads);  // Sync: all have arrived, or the CTA leaves.
+    for (int i = 0; i < count; ++i) {
+      if (storage_.is_last[i] != kLeaves) join_spans(storage_.pending[i], storage_.is_last[i]);
     }
   }
 
@@ -141,50 +152,115 @@ class Combine {
     return args_.partial_out + int64_t{row} * args_.head_dim_v;
   }
 
-  // Joins the spans of a work tile, all of which are stored, in the order of their keys. kGroup
-  // values are loaded before the first is used.
-  __device__ __forceinline__ void join_spans(const PendingPart& pending) const {
+  // What becomes of a work tile of several CTAs whose spans this CTA has stored.
+  enum SpanTurn { kLeaves, kJoins, kJoinsLast };
+
+  // Arrives for the pending parts and sets is_last to a SpanTurn for each. The CTAs of a work tile
+  // join a share of its rows each, once all have arrived. None waits for a CTA that has not
+  // started, which might need its SM: a CTA that does not see that all have started leaves, and the
+  // last to arrive joins its share. If lengths change during the launch, the number of arrivals may
+  // be wrong: then waiting ends once no CTA can arrive. One warp calls it. stays: whether all have
+  // started.
+  __device__ __forceinline__ void arrive_for_spans(int count, bool stays) const {
+    const int lane = threadIdx.x % 32;
+    const uint64_t launch = storage_.launch;
+    Counters& counters = *args_.counters;
+    if (lane == 0 && !stays) counters.left[storage_.share.cta] = launch + 1;
+    __syncwarp();  // lane 1 arrives behind the store
+    if (lane < count) {
+      const Part& part = storage_.pending[lane].part;
+      uint64_t* const arrivals = &counters.tiles[part.first_cta];
+      const bool last = arrive_last(arrivals, launch, part.num_ctas);
+      storage_.is_last[lane] = last ? kJoinsLast : stays ? kJoins : kLeaves;
+    }
+    __syncwarp();
+    if (lane == 0) arrive_unordered(&counters.finished, launch);
+    if (lane < count && storage_.is_last[lane] == kJoins) {
+      const Part& part = storage_.pending[lane].part;
+      while (!have_arrived(&counters.tiles[part.first_cta], launch, part.num_ctas) &&
+             !has_counted(&counters.finished, launch, gridDim.x)) {
+        poll_again();
+      }
+    }
+  }
+
+  // Joins this CTA's share of a work tile's rows, and of the last CTA those of CTAs that left.
+  __device__ __forceinline__ void join_spans(const PendingPart& pending, int turn) const {
     const Part& part = pending.part;
     const PackedTile tile = PackedTile::of(args_, pending.sequence, part);
     const RowStore store(args_, tile, pending.sequence, part);
     const BlockRange blocks =
         visible_blocks<Traits::kBlockN>(args_, pending.sequence, tile, pending.sequence.n_blocks);
-    const int vectors = args_.out_vectors;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tile.num_rows() * vectors; i += kCombineThreads) {
-      int row, column;
-      args_.out_vectors(row, column, i);
-      SpanWalk walk(args_, storage_.share, pending.sequence, part, blocks);
-      const auto load = [&](float4& value, float2& stats) {
-        const SpanSlots slots(args_, walk.cta());
-        const int64_t at = slots.row_at(walk.slot(), row);
-        // L2 only: other SMs have written these lines during the kernel.
-        value = __ldcg(reinterpret_cast<const float4*>(slots.out_at(at)) + column);
-        stats = __ldcg(slots.stats_at(at));
-      };
-      float4 sum;
-      float2 first;
-      load(sum, first);
-      RowStats all{first.x, first.y};
-#pragma unroll 1
-      for (int left = walk.num_more(); left > 0; left -= kGroup) {
-        float4 value[kGroup];
-        float2 stats[kGroup];
-#pragma unroll
-        for (int k = 0; k < kGroup; ++k) {
-          // Without a branch below, factors are computed before the sums that wait for each other.
-          value[k] = make_float4(0.f, 0.f, 0.f, 0.f), stats[k] = make_float2(-INFINITY, 0.f);
-          if (k < left) walk.advance(), load(value[k], stats[k]);
-        }
-#pragma unroll
-        for (int k = 0; k < kGroup; ++k) {
-          const SpanJoin join = SpanJoin::of(all, {stats[k].x, stats[k].y});
-          sum = make_float4(join(sum.x, value[k].x), join(sum.y, value[k].y),
-                            join(sum.z, value[k].z), join(sum.w, value[k].w));
-        }
+    const TileSlots slots(args_, storage_.share, part, pending.sequence, blocks);
+    join_share(slots, tile, store, storage_.share.cta - part.first_cta, part.num_ctas);
+    if (turn != kJoinsLast) return;
+    for (int first = 0; first < part.num_ctas; first += 32) {
+      const int other = min(first + static_cast<int>(threadIdx.x % 32), part.num_ctas - 1);
+      const int cta = part.first_cta + other;
+      const bool is_left = first + threadIdx.x % 32 == other && cta != storage_.share.cta &&
+                           __ldcg(&args_.counters->left[cta]) == storage_.launch + 1;
+      for (uint32_t left = __ballot_sync(~0u, is_left); left != 0; left &= left - 1) {
+        join_share(slots, tile, store, first + __ffs(left) - 1, part.num_ctas);
       }
-      store.template store<Traits::kElement>(row, column * 4, sum, all);
     }
+  }
+
+  // Joins the share number `rank` of `count`. A warp joins 32 columns of a row at a time.
+  __device__ __forceinline__ void join_share(const TileSlots& slots, const PackedTile& tile,
+                                             const RowStore& store, int rank, int count) const {
+    constexpr int kWarps = 4 * Traits::kConsumers;
+    const int groups = (args_.head_dim_v + 31) / 32;
+    const int warp = uniform(threadIdx.x / 32);
+    for (int i = rank * kWarps + warp; i < tile.num_rows() * groups; i += count * kWarps) {
+      const int row = i / groups;
+      join_columns(slots, row, (i - row * groups) * 32, tile, store);
+    }
+  }
+
+  // Joins the slots of columns of a row, in the order of their keys. A lane has the statistics of a
+  // slot, whose factors follow from maxima before any sum, and a column of 32 slots.
+  __device__ __forceinline__ void join_columns(const TileSlots& slots, int row, int first_column,
+                                               const PackedTile& tile,
+                                               const RowStore& store) const {
+    const int lane = threadIdx.x % 32, column = first_column + lane;
+    const bool has_column = column < args_.head_dim_v;
+    float sum = 0.f;
+    RowStats all{-INFINITY, 0.f};
+#pragma unroll 1
+    for (int first = 0; first < slots.count(); first += 32) {
+      const auto place = slots[min(first + lane, slots.count() - 1)];
+      const SpanSlots of_cta(args_, place.cta);
+      const int64_t at = of_cta.row_at(place.slot, row);
+      // L2 only: other SMs have written these lines during the kernel.
+      float2 stats = __ldcg(of_cta.stats_at(at));
+      if (first + lane >= slots.count()) stats = make_float2(-INFINITY, 0.f);
+      const float* const mine = of_cta.out_at(at) + first_column;
+      float value[32];
+#pragma unroll
+      for (int k = 0; k < 32; ++k) {
+        const auto* from =
+            reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(mine), k));
+        value[k] = 0.f;
+        if (first + k < slots.count() && has_column) value[k] = __ldcg(from + lane);
+      }
+      float max = fmaxf(all.max, stats.x);
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const float before = __shfl_up_sync(~0u, max, distance);
+        if (lane >= distance) max = fmaxf(max, before);
+      }
+      float before = __shfl_up_sync(~0u, max, 1);
+      if (lane == 0) before = all.max;
+      const SpanJoin join{rescale_factor(before, max), rescale_factor(stats.x, max)};
+#pragma unroll
+      for (int k = 0; k < 32; ++k) {
+        const SpanJoin of{__shfl_sync(~0u, join.before, k), __shfl_sync(~0u, join.added, k)};
+        all.sum = of(all.sum, __shfl_sync(~0u, stats.y, k));
+        sum = of(sum, value[k]);
+      }
+      all.max = __shfl_sync(~0u, max, 31);
+    }
+    if (has_column) store.template store<Traits::kElement>(row, column, sum, all);
   }
 
   // Combines this CTA's group of parts, which is complete, then the groups if they are.

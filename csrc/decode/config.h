@@ -15,9 +15,7 @@ struct Config {
   int num_stages_beside;  // of them in use where two CTAs share an SM, a power of 2
   int num_q_buffers;      // 2: the next part's Q is loaded while this part is computed
   int num_consumers;      // warpgroups, which take the KV blocks of a part in turn
-  bool spans;     // results of fixed spans of keys are joined in order (spans.cuh, split_tokens)
-  int row_tiles;  // tiles of packed rows that a CTA computes at once: 1, or with spans one for each
-                  // consumer warpgroup, which then takes every KV block
+  bool spans;  // results of fixed spans of keys are joined in order (spans.cuh, split_tokens)
   int num_byte_tiles;  // of a cache of 8 bits: K and V tiles in flight before they are widened to
                        // fp16 (load_bytes.cuh); 0: the cache has q's dtype
 };
@@ -49,10 +47,8 @@ constexpr int num_threads(const Config& config) { return 128 * (config.num_consu
 // With one consumer warpgroup two CTAs share an SM.
 constexpr int ctas_per_sm(const Config& config) { return config.num_consumers == 1 ? 2 : 1; }
 
-// Warpgroups that take the KV blocks of a tile of rows in turn.
-constexpr int num_turns(const Config& config) { return config.num_consumers / config.row_tiles; }
-// KV blocks that the warpgroups take at a time; 0: the kernel has no spans.
-constexpr int span_step(const Config& config) { return config.spans ? num_turns(config) : 0; }
+// KV blocks that the consumer warpgroups take at a time; 0: the kernel has no spans.
+constexpr int span_step(const Config& config) { return config.spans ? config.num_consumers : 0; }
 
 constexpr int row_bytes(const Config& config) { return config.head_dim * 2; }
 // One tile of rows of Q takes these bytes.
@@ -62,7 +58,7 @@ constexpr int kv_tile_bytes(const Config& config) { return config.block_n * row_
 // O and the row statistics that one consumer warpgroup hands to the other: 4 bytes per element and
 // 16 bytes per thread.
 constexpr int exchange_bytes(const Config& config) {
-  if (num_turns(config) == 1) return 0;
+  if (config.num_consumers == 1) return 0;
   return kBlockM * config.head_dim * 4 + 128 * 16;
 }
 
@@ -73,13 +69,20 @@ constexpr int tile_descale_bytes(const Config& config) { return config.block_n *
 constexpr int widening_bytes(const Config& config) {
   if (!has_bytes(config)) return 0;
   return config.num_byte_tiles * (byte_tile_bytes(config) + tile_descale_bytes(config)) +
-         2 * num_turns(config) * config.num_stages * tile_descale_bytes(config) + kBlockM * 4;
+         2 * config.num_consumers * config.num_stages * tile_descale_bytes(config) + kBlockM * 4;
 }
 
 constexpr int smem_bytes(const Config& config) {
-  return kSharedStorageBytes + config.num_q_buffers * config.row_tiles * q_tile_bytes(config) +
-         2 * num_turns(config) * config.num_stages * kv_tile_bytes(config) +
+  return kSharedStorageBytes + config.num_q_buffers * q_tile_bytes(config) +
+         2 * config.num_consumers * config.num_stages * kv_tile_bytes(config) +
          exchange_bytes(config) + widening_bytes(config);
+}
+
+// Bytes that a launch with so many stages in use takes: with spans and one consumer warpgroup those
+// are behind all else.
+constexpr int smem_bytes(const Config& config, int num_stages) {
+  const int unused = config.spans && config.num_consumers == 1 ? config.num_stages - num_stages : 0;
+  return smem_bytes(config) - 2 * unused * kv_tile_bytes(config);
 }
 
 }  // namespace flashattn3::decode

@@ -37,15 +37,13 @@ class Consumer {
       const PackedTile tile = PackedTile::of(args_, sequence, part);
       const bool is_shared = part.num_ctas > 1;
       if constexpr (kConfig.spans) {
-        const PackedTile rows = Traits::kRowTiles == 1 ? tile : tile.of_warpgroup(warpgroup_);
-        attend_spans(rows, visible_blocks<Traits::kBlockN>(args_, sequence, tile, part.n_blocks),
-                     sequence, part, o, softmax, write, read);
+        attend_spans(tile, sequence, part, o, softmax, write, read);
         if (is_shared && threadIdx.x == 0) storage_.pending[num_pending] = {part, sequence};
         num_pending += is_shared;
         continue;
       }
       mainloop_.attend(o, softmax, tile, sequence, part);
-      if constexpr (Traits::kTurns == 2) exchange(part.n_blocks, o, softmax, write, read);
+      if constexpr (Traits::kConsumers == 2) exchange(part.n_blocks, o, softmax, write, read);
       if (warpgroup_ == 0 && is_shared) {
         combine.store_part(num_pending, part, sequence, o, softmax.row);
       } else if (warpgroup_ == 0) {
@@ -53,20 +51,24 @@ class Consumer {
       }
       num_pending += is_shared;
     }
-    combine.run(num_pending);
+    if constexpr (kConfig.spans) {
+      combine.run_spans(num_pending);
+    } else {
+      combine.run(num_pending);
+    }
   }
 
  private:
   // Joins the spans of a part that begins its work tile and stores the result, or stores the result
-  // of each span. tile: of this warpgroup's rows. blocks: that the producer loads.
-  __device__ __forceinline__ void attend_spans(const PackedTile& tile, const BlockRange& blocks,
+  // of each span.
+  __device__ __forceinline__ void attend_spans(const PackedTile& tile,
                                                const CachedSequence& sequence, const Part& part,
                                                typename Mainloop<kConfig>::Out& o,
                                                typename Mainloop<kConfig>::Softmax& softmax,
                                                PipelineState<1>& write, PipelineState<1>& read) {
+    const BlockRange blocks = visible_blocks<Traits::kBlockN>(args_, sequence, tile, part.n_blocks);
     const int cta = storage_.share.cta;
-    const int first_row = Traits::kRowTiles == 1 ? 0 : warpgroup_ * kBlockM;
-    const SpanSlots slots(args_, cta, first_row);
+    const SpanSlots slots(args_, cta);
     const bool leads = cta == part.first_cta;
     const int num_rows = tile.num_rows();
     const typename Mainloop<kConfig>::RowMask mask(args_, tile, sequence);
@@ -79,8 +81,8 @@ class Consumer {
       mainloop_.start(o, softmax);
       mainloop_.attend_blocks(o, softmax, mask, scale, span);
       softmax.complete();
-      if constexpr (Traits::kTurns == 2) exchange(span, o, softmax, write, read);
-      if (Traits::kTurns == 2 && warpgroup_ != 0) continue;
+      if constexpr (Traits::kConsumers == 2) exchange(span, o, softmax, write, read);
+      if (Traits::kConsumers == 2 && warpgroup_ != 0) continue;
       if (!leads) {
         slots.store<Traits>(slot++, num_rows, o, softmax.row);
         continue;
@@ -93,7 +95,7 @@ class Consumer {
       if (span.end < blocks.end || part.num_ctas > 1) slots.store<Traits>(0, num_rows, o, all);
     }
     mainloop_.release_q();
-    if ((Traits::kTurns == 1 || warpgroup_ == 0) && part.num_ctas == 1) {
+    if ((Traits::kConsumers == 1 || warpgroup_ == 0) && part.num_ctas == 1) {
       store_out<Traits>(args_, tile, RowStore(args_, tile, sequence, part), o, all);
     }
   }

@@ -22,6 +22,8 @@ struct Counters {
   uint64_t tiles[kMostCtas];                 // of the work tile that begins in this CTA
   uint64_t groups[kMostCtas / kGroup];       // of a group of parts whose first CTA is one of 16
   uint64_t tile_groups[kMostCtas / kGroup];  // of the groups of a work tile, by its first CTA
+  uint64_t finished;         // CTAs of a kernel with spans that arrive at no more counters
+  uint64_t left[kMostCtas];  // not 0 past the number of the launch: the CTA joins nothing
 };
 
 }  // namespace flashattn3::decode

@@ -49,6 +49,14 @@ class RowStore {
                    pack<kElement>(sum.z * factor, sum.w * factor));
   }
 
+  // The same for one element.
+  template <ElementType kElement>
+  __device__ __forceinline__ void store(int row, int column, float sum, RowStats stats) const {
+    if (!tile_.has(row)) return;
+    const float out = sum * finish(row, stats, column == 0);
+    row_of_out(row)[column] = static_cast<uint16_t>(pack<kElement>(out, out));
+  }
+
   __device__ __forceinline__ uint16_t* row_of_out(int row) const {
     return args_.out + batch_idx_ * args_.out_batch + token(row) * args_.out_seq +
            tile_.head_of(row) * args_.out_head;

@@ -66,7 +66,7 @@ class Producer {
 #pragma unroll 1
       for (int block = part.n_blocks.begin; block < end; ++block) {
         rows = load_kv(sequence, part, block, rows, warpgroup);
-        warpgroup = kConfig.row_tiles > 1 ? 0 : Traits::kTurns - 1 - warpgroup;
+        warpgroup = Traits::kConsumers - 1 - warpgroup;
         if (block == part.n_blocks.begin) publisher.publish_next();
       }
     }
@@ -85,16 +85,7 @@ class Producer {
                                          const Part& part) {
     // Sync: all QK GEMMs of the part that had this buffer are complete.
     storage_.q_empty[q_.index()].wait(q_.phase());
-    const uint32_t to =
-        shared_ + Traits::kQOffset + q_.index() * Traits::kRowTiles * Traits::kQBytes;
-    if constexpr (Traits::kRowTiles == 1) {
-      copy_q(tile, sequence, part, to);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < Traits::kRowTiles; ++i) {
-        copy_q(tile.of_warpgroup(i), sequence, part, to + i * Traits::kQBytes);
-      }
-    }
+    copy_q(tile, sequence, part, shared_ + Traits::kQOffset + q_.index() * Traits::kQBytes);
     arrive_when_copied(storage_.q_full[q_.index()]);
     q_.advance();
   }

@@ -86,10 +86,10 @@ class WideningProducer {
           copy_tile(is_v ? now.v : now.k, is_v ? args_.v.slot : args_.k.slot,
                     is_v ? now.v_descale : now.k_descale, first, last,
                     is_v ? args_.head_dim_v : args_.head_dim, is_v ? nullptr : kNaNs);
-          if constexpr (Traits::kTurns == 2) warpgroups_ |= warpgroup << num_copied_;
+          if constexpr (Traits::kConsumers == 2) warpgroups_ |= warpgroup << num_copied_;
           if (++num_copied_ == kTiles) widen_oldest();
         }
-        warpgroup = Traits::kTurns - 1 - warpgroup;
+        warpgroup = Traits::kConsumers - 1 - warpgroup;
         if (block == part.n_blocks.begin) publisher.publish_next();
       }
     }
@@ -188,7 +188,7 @@ class WideningProducer {
 
   __device__ __forceinline__ void widen_oldest() {
     wait_for_oldest();
-    const int warpgroup = Traits::kTurns == 1 ? 0 : warpgroups_ & 1;
+    const int warpgroup = Traits::kConsumers == 1 ? 0 : warpgroups_ & 1;
     warpgroups_ >>= 1, --num_copied_;
     const StageState at = warpgroup == 0 ? kv_0_ : kv_1_;
     const int stage = warpgroup * Traits::kStages + at.index();

@@ -6,7 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "attention/span_softmax.cuh"
 #include "attention/variant.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/scale_columns.cuh"
@@ -25,7 +27,8 @@ class Mainloop {
   static constexpr ElementType kElement = Traits::kOperand;
   static constexpr int kBlockN = Traits::kBlockN;
   using Out = float[Traits::kOutRegisters];
-  using Softmax = RowSoftmax<kBlockN>;
+  using Softmax =
+      std::conditional_t<kConfig.spans, SpanSoftmax<kElement, kBlockN>, RowSoftmax<kBlockN>>;
 
   // Keys that this thread's two rows see, and the keys that all rows of the work tile see.
   struct RowMask {
@@ -46,21 +49,26 @@ class Mainloop {
              visible_keys(args, sequence, tile.first_query).end};
       has_rows = uniform(threadIdx.x % 128 / 32) * kRowsOfWarp < tile.num_rows();
     }
+
+    // Whether all rows of the work tile see all keys of a KV block.
+    __device__ __forceinline__ bool sees_all(int block) const {
+      const int first_key = block * kBlockN;
+      return first_key >= all.begin && first_key + kBlockN <= all.end;
+    }
   };
 
   // warpgroup: the same in all lanes of a warp.
   __device__ __forceinline__ Mainloop(const Arguments& args, uint8_t* shared, int warpgroup)
       : args_(args),
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
-        turn_(Traits::kTurns == 1 ? 0 : warpgroup),
+        turn_(Traits::kConsumers == 1 ? 0 : warpgroup),
         kv_(args.log2_stages, 0),
         columns_(args, shared, turn_),
         shared_(shared) {
     const uint32_t base = cute::cast_smem_ptr_to_uint(shared);
     const uint32_t stages =
         base + Traits::kKvOffset + turn_ * (Traits::kStages * 2 * Traits::kKvBytes);
-    const int row_tile = Traits::kRowTiles == 1 ? 0 : warpgroup;
-    q_base_ = smem_desc_low(base + Traits::kQOffset + row_tile * Traits::kQBytes, 16);
+    q_base_ = smem_desc_low(base + Traits::kQOffset, 16);
     k_base_ = smem_desc_low(stages, 16);
     v_base_ = smem_desc_low(stages + Traits::kKvBytes, kBlockN * 128);
   }
@@ -101,7 +109,7 @@ class Mainloop {
   }
   __device__ __forceinline__ void attend_blocks(Out& o, Softmax& softmax, const RowMask& mask,
                                                 const ScoreScale& scale, const BlockRange& blocks) {
-    for (int block = blocks.begin + turn_; block < blocks.end; block += Traits::kTurns) {
+    for (int block = blocks.begin + turn_; block < blocks.end; block += Traits::kConsumers) {
       step(o, softmax, mask, scale, block);
     }
   }
@@ -114,7 +122,7 @@ class Mainloop {
     storage_.k_full[turn_][kv_.index()].wait(kv_.phase());  // Sync: K is loaded.
     fence_async_proxy();
     gemm_ss<kElement, kBlockM, kBlockN, Traits::kHeadDim>(
-        s, q_base_ + q_.index() * (Traits::kRowTiles * Traits::kQBytes / 16), stage(k_base_));
+        s, q_base_ + q_.index() * (Traits::kQBytes / 16), stage(k_base_));
     warpgroup_wait<0>();
     warpgroup_fence_operand(s);
     if constexpr (Traits::kHasBytes) columns_.scale_scores(s, kv_.index());
@@ -122,16 +130,27 @@ class Mainloop {
 
     if (mask.has_rows) {
       float factor[2];
-      convert_scores(s, mask, scale, block);
-      softmax.update(s, factor);
+      bool rescales = true;
+      if (args_.score_scale.caps()) cap_scores(s, scale);
+      if constexpr (kConfig.spans) {
+        const auto hide = [&](float (&s)[kBlockN / 2]) { hide_scores(s, mask, block); };
+        rescales = softmax.update(s, {scale.factor}, factor, !mask.sees_all(block), hide);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) s[i] *= scale.factor;
+        if (!mask.sees_all(block)) hide_scores(s, mask, block);
+        softmax.update(s, factor);
+      }
       if constexpr (Traits::kHasBytes) {
         if (args_.has_key_descales) {
           storage_.v_full[turn_][kv_.index()].wait(kv_.phase());  // Sync: descales are there.
           columns_.scale_probabilities(s, factor, kv_.index());
         }
       }
+      if (rescales) {
 #pragma unroll
-      for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
+        for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
+      }
     }
     pack_probabilities<kElement, kBlockN>(p, s);
 
@@ -144,18 +163,10 @@ class Mainloop {
     kv_.advance();
   }
 
-  // Scales, caps and masks the scores of a KV block.
-  __device__ __forceinline__ void convert_scores(float (&s)[kBlockN / 2], const RowMask& mask,
-                                                 const ScoreScale& scale, int block) const {
-    if (args_.score_scale.caps()) cap_scores(s, scale);
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; ++i) {
-      // With spans not a part of an fma: a row's bits would depend on where the compiler has one.
-      s[i] = kConfig.spans ? __fmul_rn(s[i], scale.factor) : s[i] * scale.factor;
-    }
-    const int first_key = block * kBlockN;
-    if (first_key >= mask.all.begin && first_key + kBlockN <= mask.all.end) return;
-    const int key = first_key + thread_column(static_cast<int>(threadIdx.x % 32));
+  // Sets the scores of a KV block that a row does not see to -inf.
+  static __device__ __forceinline__ void hide_scores(float (&s)[kBlockN / 2], const RowMask& mask,
+                                                     int block) {
+    const int key = block * kBlockN + thread_column(static_cast<int>(threadIdx.x % 32));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int begin = mask.row[r].begin - key, end = mask.row[r].end - key;

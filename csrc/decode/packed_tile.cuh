@@ -38,15 +38,6 @@ struct PackedTile {
             .num_heads = min(rows.heads, args.qhead_per_kvhead - head)};
   }
 
-  // The tile of packed rows that a warpgroup computes of a work tile that has one for each.
-  __host__ __device__ __forceinline__ PackedTile of_warpgroup(int warpgroup) const {
-    const int tokens = kBlockM / heads_per_tile;
-    PackedTile tile = *this;
-    tile.first_query += warpgroup * tokens;
-    tile.num_queries = max(0, min(tokens, num_queries - warpgroup * tokens));
-    return tile;
-  }
-
   // One past the last row that exists. Rows before it may not exist in the last tile of heads.
   __host__ __device__ __forceinline__ int num_rows() const { return num_queries * heads_per_tile; }
   __host__ __device__ __forceinline__ bool has(int row) const {

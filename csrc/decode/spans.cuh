@@ -2,8 +2,9 @@
 // these are joined one after the other. A row's bits then depend on its query, its keys and the
 // length of a span, not on what else is in the launch or on which CTA has which spans.
 //
-// So each row has its exact maximum, rows that do not exist or keys that a row does not see change
-// nothing (their factors are 1 or 0), and every join is the same two instructions. A CTA joins the
+// So each row rescales by its own scores alone (attention/span_softmax.cuh), rows that do not exist
+// or keys that a row does not see change nothing (their factors are 1 or 0), and every join is the
+// same two instructions. The forward kernel with spans does the same. A CTA joins the
 // spans of a work tile from the first on in one slot of the workspace; those of a work tile that
 // began in another CTA have a slot each, because a sum of them would be another order.
 #pragma once
@@ -11,6 +12,7 @@
 #include <cstdint>
 
 #include "attention/row_stats.cuh"
+#include "attention/span_softmax.cuh"
 #include "decode/arguments.h"
 #include "decode/packed_tile.cuh"
 #include "decode/work_share.cuh"
@@ -18,29 +20,12 @@
 
 namespace flashattn3::decode {
 
-// The factors that join a row's sums of one more span to those before it.
-struct SpanJoin {
-  float before, added;
-
-  // all: of the spans before, which become those of all.
-  static __device__ __forceinline__ SpanJoin of(RowStats& all, const RowStats& span) {
-    const float max = fmaxf(all.max, span.max);
-    const SpanJoin join{rescale_factor(all.max, max), rescale_factor(span.max, max)};
-    all = {max, join(all.sum, span.sum)};
-    return join;
-  }
-  __device__ __forceinline__ float operator()(float sum, float value) const {
-    return fmaf(value, added, __fmul_rn(sum, before));
-  }
-};
-
 // The partial results of the CTAs: slot 0 of a CTA is for the work tiles that begin in it, the
 // others for the spans of the work tile that began in a CTA before.
 class SpanSlots {
  public:
-  // first_row: of a slot, that becomes row 0.
-  __device__ __forceinline__ SpanSlots(const Arguments& args, int cta, int first_row = 0)
-      : args_(args), first_row_(int64_t{cta} * args.span_slots * args.partial_rows + first_row) {}
+  __device__ __forceinline__ SpanSlots(const Arguments& args, int cta)
+      : args_(args), first_row_(int64_t{cta} * args.span_slots * args.partial_rows) {}
 
   // Index of a row among those of all slots.
   __device__ __forceinline__ int64_t row_at(int slot, int row) const {
@@ -111,46 +96,41 @@ class SpanSlots {
 
 // The slots of a work tile that several CTAs share, in the order of the keys: slot 0 of the CTA in
 // which it begins, then those of the spans of the CTAs behind it.
-class SpanWalk {
+class TileSlots {
  public:
+  struct Place {
+    int cta, slot;
+  };
+
   // part: any of the work tile, of CTA share.cta. blocks: that a query of the work tile may see.
-  __host__ __device__ __forceinline__ SpanWalk(const Arguments& args, const WorkShare& share,
-                                               const CachedSequence& sequence, const Part& part,
-                                               const BlockRange& blocks)
-      : share_(share), last_cta_(part.first_cta + part.num_ctas - 1), cta_(part.first_cta) {
+  __host__ __device__ __forceinline__ TileSlots(const Arguments& args, const WorkShare& share,
+                                                const Part& part, const CachedSequence& sequence,
+                                                const BlockRange& blocks)
+      : share_(share), first_cta_(part.first_cta), last_cta_(part.first_cta + part.num_ctas - 1) {
     const int head_cta = share.cta - share.first_cta;
-    const BlockRange own = spans_of(args, part.n_blocks), all = spans_of(args, blocks);
+    const BlockRange own = spans_of(args, part.n_blocks), all = spans_of(args, sequence.n_blocks);
     // The number of the work tile's first unit: its part is the end of the first share, and the
     // beginning of the others.
     const int first_unit = share.cta == part.first_cta
                                ? share.begin_of(head_cta + 1) - own.count()
                                : share.begin_of(head_cta) - (own.begin - all.begin);
-    const int of_first = share.begin_of(part.first_cta - share.first_cta + 1) - first_unit;
-    num_more_ = max(0, all.count() - of_first);
+    more_ = share.begin_of(part.first_cta - share.first_cta + 1);
+    count_ = 1 + max(0, spans_of(args, blocks).count() - (more_ - first_unit));
   }
 
-  // How many slots there are behind the first.
-  __host__ __device__ __forceinline__ int num_more() const { return num_more_; }
-
-  // Goes to the next slot, which is at() then.
-  __host__ __device__ __forceinline__ void advance() {
-    if (slot_ < of_cta_) {
-      ++slot_;
-    } else {
-      cta_ = min(cta_ + 1, last_cta_);
-      const int at = cta_ - share_.first_cta;
-      of_cta_ = share_.begin_of(at + 1) - share_.begin_of(at);
-      slot_ = 1;
-    }
+  __host__ __device__ __forceinline__ int count() const { return count_; }
+  __host__ __device__ __forceinline__ Place operator[](int i) const {
+    if (i == 0) return {first_cta_, 0};
+    const int unit = more_ + i - 1;
+    const int cta = min(share_.cta_of(unit), last_cta_);
+    return {cta, unit - share_.begin_of(cta - share_.first_cta) + 1};
   }
-  __host__ __device__ __forceinline__ int cta() const { return cta_; }
-  __host__ __device__ __forceinline__ int slot() const { return slot_; }
 
  private:
   const WorkShare& share_;
-  int last_cta_, cta_;
-  int slot_ = 0, of_cta_ = 0;  // of the CTA: the current one, and the last
-  int num_more_;
+  int first_cta_, last_cta_;
+  int more_;  // the first unit behind those of the first CTA
+  int count_;
 };
 
 }  // namespace flashattn3::decode

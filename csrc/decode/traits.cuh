@@ -24,8 +24,6 @@ struct KernelTraits {
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.num_stages;
   static constexpr int kConsumers = kConfig.num_consumers;
-  static constexpr int kRowTiles = kConfig.row_tiles;
-  static constexpr int kTurns = num_turns(kConfig);
   static constexpr int kThreads = num_threads(kConfig);
   static constexpr int kCtasPerSm = ctas_per_sm(kConfig);
   static constexpr int kQBuffers = kConfig.num_q_buffers;
@@ -36,8 +34,8 @@ struct KernelTraits {
   // Byte offsets in shared memory: SharedStorage, Q buffers, the stages of each warpgroup with a K
   // and a V tile each, the exchange buffer.
   static constexpr int kQOffset = kSharedStorageBytes;
-  static constexpr int kKvOffset = kQOffset + kQBuffers * kRowTiles * kQBytes;
-  static constexpr int kExchangeOffset = kKvOffset + 2 * kTurns * kStages * kKvBytes;
+  static constexpr int kKvOffset = kQOffset + kQBuffers * kQBytes;
+  static constexpr int kExchangeOffset = kKvOffset + 2 * kConsumers * kStages * kKvBytes;
   // With bytes: tiles of 8 bits, the descales of each, those of the stages, K's before V's, and the
   // factors of Q's rows.
   static constexpr int kByteTiles = kConfig.num_byte_tiles;
@@ -46,14 +44,11 @@ struct KernelTraits {
   static constexpr int kByteTileOffset = kExchangeOffset + exchange_bytes(kConfig);
   static constexpr int kByteDescaleOffset = kByteTileOffset + kByteTiles * kByteTileBytes;
   static constexpr int kDescaleOffset = kByteDescaleOffset + kByteTiles * kDescaleBytes;
-  static constexpr int kRowFactorOffset = kDescaleOffset + 2 * kTurns * kStages * kDescaleBytes;
+  static constexpr int kRowFactorOffset = kDescaleOffset + 2 * kConsumers * kStages * kDescaleBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
   static constexpr int kProducerRegisters = kHasBytes ? (kConsumers == 1 ? 112 : 120) : 104;
-  static constexpr int kConsumerRegisters = (kConsumers == 3   ? 136
-                                             : kConsumers == 2 ? 200
-                                                               : 152) -
-                                            (kHasBytes ? 8 : 0);
+  static constexpr int kConsumerRegisters = (kConsumers == 1 ? 152 : 200) - (kHasBytes ? 8 : 0);
 
   static_assert(!is_quantized(kElement));
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);
@@ -61,14 +56,14 @@ struct KernelTraits {
   static_assert(kBlockN / 4 * kVecs % 32 == 0, "a warp copies 32 vectors at a time");
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * (65536 / (kCtasPerSm * kThreads) / 8 * 8));
-  static_assert(kRowTiles == 1 || (kTurns == 1 && kConfig.spans));
-  static_assert(kTurns == 1 || kTurns == 2);
+  static_assert(kConsumers == 1 || kConsumers == 2);
   static_assert(!kHasBytes || (kQBuffers == 1 && !kConfig.spans),
                 "consumers write Q between two parts");
   static_assert(kConfig.num_stages_beside <= kStages);
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
-  static_assert(kCtasPerSm * (smem_bytes(kConfig) + 1024) <= 228 * 1024, "228 KB for an SM");
+  static_assert(kCtasPerSm * (smem_bytes(kConfig, kConfig.num_stages_beside) + 1024) <= 228 * 1024,
+                "228 KB for an SM");
 };
 
 // PipelineState of the stages in use, whose number is read at run time.
@@ -96,8 +91,7 @@ struct PendingPart {
 //               consumer threads wait
 //   q_empty     1 per consumer warp, after its last QK GEMM of the part; the producer waits
 //   k_full, v_full   128, as q_full; the threads of one warpgroup wait
-//   k_empty, v_empty 1 per warp of that warpgroup (4), or of all that take every KV block; the
-//                    producer waits
+//   k_empty, v_empty 1 per warp of that warpgroup (4); the producer waits
 //   exchange_full    1 per warp of warpgroup 1 (4), after it has written O and its statistics;
 //                    warpgroup 0 waits
 //   exchange_empty   1 per warp of warpgroup 0 (4), after it has read them; warpgroup 1 waits
@@ -106,11 +100,11 @@ struct PendingPart {
 // Every thread that waits for a barrier waits for each of its phases: warpgroup 1 waits for Q and
 // releases it in a part that has no KV block for it too, and parts with one KV block have no phase
 // of the exchange barriers for either side.
-template <int kStages, int kQBuffers, int kConsumers, int kTurns, int kByteTiles>
+template <int kStages, int kQBuffers, int kConsumers, int kByteTiles>
 struct SharedStorage {
   Barrier q_full[kQBuffers], q_empty[kQBuffers];
-  Barrier k_full[kTurns][kStages], k_empty[kTurns][kStages];
-  Barrier v_full[kTurns][kStages], v_empty[kTurns][kStages];
+  Barrier k_full[kConsumers][kStages], k_empty[kConsumers][kStages];
+  Barrier v_full[kConsumers][kStages], v_empty[kConsumers][kStages];
   Barrier exchange_full, exchange_empty;
   // While a part is published, warps may be at the three before: Q has two buffers at most. Tiles
   // of 8 bits, of two of which a part consists at least, are loaded further ahead.
@@ -122,7 +116,7 @@ struct SharedStorage {
   WorkShare share;
   WorkShare unpublished;   // what is left of it; of the thread that publishes
   PendingPart pending[2];  // the parts whose work tiles other CTAs share (combine.cuh)
-  int is_last[2];          // whether this CTA combines them
+  int is_last[2];          // whether this CTA combines them; with spans a SpanTurn
 
   // Called by one thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init() {
@@ -130,12 +124,12 @@ struct SharedStorage {
       q_full[i].init(128);
       q_empty[i].init(4 * kConsumers);
     }
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int turn = 0; turn < kConsumers; ++turn) {
       for (int i = 0; i < kStages; ++i) {
         k_full[turn][i].init(128);
-        k_empty[turn][i].init(4 * (kConsumers / kTurns));
+        k_empty[turn][i].init(4);
         v_full[turn][i].init(128);
-        v_empty[turn][i].init(4 * (kConsumers / kTurns));
+        v_empty[turn][i].init(4);
       }
     }
     exchange_full.init(4 * kArrivalsPerWarp);
@@ -148,8 +142,7 @@ struct SharedStorage {
 };
 
 template <Config kConfig>
-using SharedStorageOf =
-    SharedStorage<kConfig.num_stages, kConfig.num_q_buffers, kConfig.num_consumers,
-                  num_turns(kConfig), kConfig.num_byte_tiles>;
+using SharedStorageOf = SharedStorage<kConfig.num_stages, kConfig.num_q_buffers,
+                                      kConfig.num_consumers, kConfig.num_byte_tiles>;
 
 }  // namespace flashattn3::decode

@@ -26,6 +26,7 @@ struct Config {
   bool cached = false;       // K and V are in a paged or dense cache (load_cached.cuh)
   ScoreTerm term = ScoreTerm::kNone;  // with one the config is masked
   bool listed = false;  // the mask is lists of blocks (attention/mask_lists.cuh); then also masked
+  bool spans = false;   // results of fixed spans of keys are joined in order (split_tokens); cached
 };
 
 // Threads of a CTA: the consumer warpgroups and the producer warpgroup.
@@ -54,9 +55,10 @@ constexpr int shared_storage_bytes(const Config& config) {
 }
 
 // Whether a warp stages out over its rows of Q. It does not with one Q buffer, which must be
-// free for the next Q as early as possible, nor with 8-bit Q, whose rows are too small.
+// free for the next Q as early as possible, nor with 8-bit Q, whose rows are too small, nor with
+// spans, whose total leaves room for out.
 constexpr bool out_over_q(const Config& config) {
-  return config.num_q_buffers >= 2 && !is_quantized(config.dtype);
+  return config.num_q_buffers >= 2 && !is_quantized(config.dtype) && !config.spans;
 }
 
 // Columns of out, 16 bits each, that a warp stages in shared memory at once: all of them over Q or
@@ -81,13 +83,22 @@ constexpr int bit_tiles_bytes(const Config& config) {
   return config.listed ? config.block_n / kListColumns * kBitTileBytes : 0;
 }
 
+// Of a row with spans: the total of the spans before the current one, and statistics
+// (span_total.cuh).
+constexpr int span_row_bytes(const Config& config) { return 4 * config.head_dim_v + 64; }
+
+// Bytes in which out is staged, if not over Q: with spans over the total.
+constexpr int staged_bytes(const Config& config) {
+  if (config.spans) return config.block_m * span_row_bytes(config);
+  return out_over_q(config) ? 0 : config.block_m * out_columns_staged(config) * 2;
+}
+
 constexpr int smem_bytes(const Config& config) {
-  const int staged = out_over_q(config) ? 0 : config.block_m * out_columns_staged(config) * 2;
   const int row = row_bytes(config, config.head_dim);
   return shared_storage_bytes(config) + config.num_q_buffers * config.block_m * row +
          config.num_stages * (config.block_n * row + v_tile_bytes(config) +
                               bias_tile_bytes(config) + bit_tiles_bytes(config)) +
-         staged;
+         staged_bytes(config);
 }
 
 }  // namespace flashattn3::forward

@@ -50,8 +50,8 @@ class ConsumerPipeline {
 
   // This warp's staging buffer for rows of out, in kernel configs that do not stage them over Q.
   __device__ __forceinline__ uint8_t* staged_out() const {
-    return shared_ + Traits::kOutOffset +
-           threadIdx.x / 32 * (Traits::kOutAtoms * kRowsOfWarp * 128);
+    constexpr int kBytes = staged_bytes(Traits::kConfig) / Traits::kConsumerWarps;
+    return shared_ + Traits::kOutOffset + threadIdx.x / 32 * kBytes;
   }
 
   // Waits until the copies of the rows stored last have read shared memory, and releases the Q

@@ -39,7 +39,11 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const Tile& ti
     if (args.sinks.any()) {
       constexpr float kLog2e = 1.44269504088896f;
       const float rescale = add_sink(stats, sink * kLog2e);
-      share[r] = stats.sum == 0.f ? 1.f : sum * rescale / stats.sum;
+      if constexpr (Traits::kSpans) {  // as decode/epilogue.cuh
+        inverse[r] = stats.sum == 0.f ? 0.f : rescale / stats.sum;
+      } else {
+        share[r] = stats.sum == 0.f ? 1.f : sum * rescale / stats.sum;
+      }
     }
     const int row = first_row + thread_row(lane) + kRowStride * r;
     if (args.lse != nullptr && row < tile.num_rows && lane % 4 == 0) {
@@ -87,7 +91,7 @@ __device__ __forceinline__ void store_rows(const Arguments& args, const Tile& ti
 }
 
 // Stores a warp's rows that see no key: out 0, and lse -inf or the sink.
-template <class Tile>
+template <class Traits, class Tile>
 __device__ __forceinline__ void store_nothing(const Arguments& args, const Tile& tile,
                                               int warpgroup, int first_row) {
   const int row = first_row + threadIdx.x % 32 / 2;
@@ -99,9 +103,13 @@ __device__ __forceinline__ void store_nothing(const Arguments& args, const Tile&
     store_columns(out, column, args.head_dim_v, make_uint4(0, 0, 0, 0));
   }
   if (args.lse == nullptr || threadIdx.x % 2 != 0) return;
+  float lse = args.sinks.any() ? args.sinks.at(tile.head_of(warpgroup)) : -INFINITY;
+  if constexpr (Traits::kSpans) {  // as of a row without keys in a tile with keys
+    constexpr float kLog2e = 1.44269504088896f, kLn2 = 0.693147180559945f;
+    lse = lse * kLog2e * kLn2;
+  }
   args.lse[tile.batch_coord * args.lse_batch + token * args.lse_seq +
-           tile.head_of(warpgroup) * args.lse_head] =
-      args.sinks.any() ? args.sinks.at(tile.head_of(warpgroup)) : -INFINITY;
+           tile.head_of(warpgroup) * args.lse_head] = lse;
 }
 
 }  // namespace flashattn3::forward

@@ -94,7 +94,7 @@ class Consumer : Mainloop {
         q_.advance();
         skip_n_blocks(work.above);
       }
-      store_nothing(args_, this->tile(), warpgroup_, this->warp_first_row());
+      store_nothing<Traits>(args_, this->tile(), warpgroup_, this->warp_first_row());
       release_tile();
     }
   }
@@ -108,6 +108,7 @@ class Consumer : Mainloop {
         tile.mask(num_rows, uniform(tile.num_keys), args_.variant.window)
             .template n_blocks<Traits::kBlockN>(first_row, min(first_row + 63, num_rows - 1));
     if (mine.empty()) return {mine, all.count(), 0};
+    if constexpr (Traits::kSpans) return {mine, mine.begin - all.begin, all.end - mine.end};
     return {mine, all.end - mine.end, mine.begin - all.begin};
   }
 

@@ -1,15 +1,19 @@
 // The roles of the forward kernel for cached calls, whose K and V are in a paged or dense cache.
 #pragma once
 
+#include <type_traits>
+
 #include "forward/kernel.cuh"
 #include "forward/load_cached.cuh"
+#include "forward/mainloop_spans.cuh"
 
 namespace flashattn3::forward {
 
 template <Config kConfig>
 struct CachedRoles : Roles<kConfig> {
   using Storage = CachedStorageOf<kConfig>;
-  using Mainloop = forward::Mainloop<kConfig, Storage>;
+  using Mainloop = std::conditional_t<kConfig.spans, SpanMainloop<kConfig, Storage>,
+                                      forward::Mainloop<kConfig, Storage>>;
   using Arguments = CachedArguments;
 
   static __device__ __forceinline__ void init(uint8_t* shared) {

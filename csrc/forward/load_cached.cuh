@@ -12,6 +12,7 @@
 
 #include <bit>
 #include <cute/arch/copy_sm90_tma.hpp>
+#include <utility>
 
 #include "attention/tile_scheduler.cuh"
 #include "forward/traits_cached.cuh"
@@ -276,6 +277,19 @@ __device__ __forceinline__ void for_each_tile(CachedStorageOf<kConfig>& storage,
   }
 }
 
+// The KV blocks begin to end - 1 of a work tile are loaded from the last to the first, with spans
+// from the first to the last.
+template <Config kConfig>
+struct LoadOrder {
+  static constexpr int kStep = kConfig.spans ? 1 : -1;
+  int begin, end;
+
+  __device__ __forceinline__ int first() const { return kConfig.spans ? begin : end - 1; }
+  __device__ __forceinline__ bool has(int block) const {
+    return kConfig.spans ? block < end : block >= begin;
+  }
+};
+
 // The third warp: K.
 template <Config kConfig>
 __device__ __forceinline__ void load_cached_k(const CachedArguments& args, uint8_t* shared) {
@@ -288,8 +302,10 @@ __device__ __forceinline__ void load_cached_k(const CachedArguments& args, uint8
   PipelineState<Traits::kStages> at(1);
   for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
     const int begin = uniform(tile.n_blocks.begin), end = uniform(tile.n_blocks.end);
-    const int end_at = min(end - 1, begin + kEndBlocks);
-    for (int block = end - 1; block >= begin; --block) {
+    const int end_at =
+        kConfig.spans ? max(begin, end - 1 - kEndBlocks) : min(end - 1, begin + kEndBlocks);
+    const LoadOrder<kConfig> order{begin, end};
+    for (int block = order.first(); order.has(block); block += order.kStep) {
       if (block == end_at) storage.tile_ends.arrive_warp();
       loader.template load<true>(
           tile, block, shared + Traits::kKOffset + at.index() * Traits::kKBytes,
@@ -308,8 +324,8 @@ __device__ __forceinline__ void load_cached_v(const CachedArguments& args, uint8
   const PageLoader<kConfig> loader(args, &args.v, args.v_tile);
   PipelineState<Traits::kStages> at(1);
   for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
-    const int begin = uniform(tile.n_blocks.begin);
-    for (int block = uniform(tile.n_blocks.end) - 1; block >= begin; --block) {
+    const LoadOrder<kConfig> order{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
+    for (int block = order.first(); order.has(block); block += order.kStep) {
       const bool all = SeenRows::of<Traits::kBlockN>(tile, block).template all<Traits::kBlockN>();
       // Sync: v_full, or the barrier that the zero fill warp waits for before it arrives at v_full.
       Barrier& full = all ? storage.v_full[at.index()] : storage.v_unfilled_full[at.index()];
@@ -343,8 +359,9 @@ __device__ __forceinline__ void zero_fill_cached_v(const CachedArguments& args, 
     storage.v_full[stage].arrive_warp();  // Sync: every lane has written its zeros and fenced.
   };
   for_each_tile<kConfig>(storage, [&](const CachedWorkTile& tile) {
-    const int last = uniform(tile.n_blocks.end) - 1, first = uniform(tile.n_blocks.begin);
+    int last = uniform(tile.n_blocks.end) - 1, first = uniform(tile.n_blocks.begin);
     const int num_blocks = last + 1 - first;
+    if constexpr (kConfig.spans) std::swap(first, last);
     if (num_blocks > 0) fill(tile, last, first_stage);
     first_stage = (first_stage + num_blocks) % Traits::kStages;
     if (num_blocks > 1) fill(tile, first, (first_stage + Traits::kStages - 1) % Traits::kStages);

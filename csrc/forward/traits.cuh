@@ -32,6 +32,7 @@ struct KernelTraits {
 
   static constexpr bool kQuantized = is_quantized(kElement);
   static constexpr bool kListed = kConfig.listed;
+  static constexpr bool kSpans = kConfig.spans;
   static constexpr bool kBias = kConfig.term == ScoreTerm::kBias;
   static constexpr int kAtoms = row_bytes(kConfig, kHeadDim) / 128;    // per row of Q or K
   static constexpr int kAtomsV = row_bytes(kConfig, kHeadDimV) / 128;  // per row of 16-bit V
@@ -52,7 +53,7 @@ struct KernelTraits {
   static constexpr int kQOffset = shared_storage_bytes(kConfig);
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
-  static constexpr int kVOffset = kOutOffset + (kOutOverQ ? 0 : kBlockM * kOutAtoms * 128);
+  static constexpr int kVOffset = kOutOffset + staged_bytes(kConfig);
   static constexpr int kBiasOffset = kVOffset + kStages * kVBytes;
   static constexpr int kBitsOffset = kBiasOffset + kStages * kBiasBytes;
   static constexpr int bits_offset(int stage) { return kBitsOffset + stage * kBitTilesBytes; }
@@ -86,6 +87,7 @@ struct KernelTraits {
   static_assert(kMasked || !kBias);
   static_assert(!kListed || (kMasked && !kBias && !kConfig.cached));
   static_assert(!kListed || (kBlockM == kListRows && kBlockN % kListColumns == 0));
+  static_assert(!kSpans || (kConfig.cached && 128 % kBlockN == 0));
   static_assert(kBitsOffset + kStages * kBitTilesBytes == smem_bytes(kConfig));
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
 };

@@ -28,6 +28,7 @@ struct CachedArguments : Arguments {
   CacheTile k_tile, v_tile;  // of the maps k and v
   int slices_of_tile;        // slices of a work tile, at most one for each warpgroup
   int log2_box_rows;         // slots of a box; they divide the page and block_n
+  int span_blocks;           // KV blocks of a span, of kernel configs with spans
 };
 
 // A WorkTile of a cached sequence: slices_of_tile slices, each 64 rows of one of the query heads

@@ -15,7 +15,7 @@ inline decode::KeyDescales key_descales(const KeyDescaleParams& params) {
 
 inline decode::Arguments make_byte_arguments(const ByteDecodeParams& params, const DecodeGrid& grid,
                                              int block_n) {
-  decode::Arguments args = make_decode_arguments(params, grid, block_n, 1);
+  decode::Arguments args = make_decode_arguments(params, grid, block_n);
   args.is_int8 = params.is_int8;
   args.k_key_descales = key_descales(params.k_key_descale);
   args.v_key_descales = key_descales(params.v_key_descale);
@@ -33,7 +33,7 @@ decode::Arguments arguments_of(const DecodeParams& params, const DecodeGrid& gri
   if constexpr (decode::has_bytes(kConfig)) {
     return make_byte_arguments(static_cast<const ByteDecodeParams&>(params), grid, block_n);
   } else {
-    return make_decode_arguments(params, grid, block_n, kConfig.row_tiles);
+    return make_decode_arguments(params, grid, block_n);
   }
 }
 

@@ -42,9 +42,10 @@ void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStre
   constexpr auto kKernel = decode_kernel<kConfig, kPlain>();
   // A call that leaves SMs free asks for so much shared memory that no two CTAs share an SM.
   constexpr int kOfOne = std::max(decode::smem_bytes(kConfig), 116 * 1024);
-  const int shared_bytes = params.leaves_sms ? kOfOne : decode::smem_bytes(kConfig);
-  allow_shared_memory<kKernel>(kOfOne);
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
+  const int shared_bytes =
+      params.leaves_sms ? kOfOne : decode::smem_bytes(kConfig, 1 << grid.log2_stages);
+  allow_shared_memory<kKernel>(kOfOne);
   launch_kernel(name, "", kKernel,
                 {static_cast<unsigned>(grid.num_ctas), decode::num_threads(kConfig), shared_bytes},
                 stream, params.pdl, arguments_of<kConfig>(params, grid));

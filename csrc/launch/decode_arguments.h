@@ -17,11 +17,8 @@
 
 namespace flashattn3 {
 
-// row_tiles: of the config, tiles of rows of a work tile, which then have all heads of a KV head.
-inline decode::PackedRows packed_rows(const DecodeParams& params, int row_tiles = 1) {
-  decode::PackedRows rows = decode::PackedRows::of(params.num_heads_q / params.num_heads_kv);
-  if (row_tiles > 1) rows.tokens = cutlass::FastDivmod(rows.tokens * row_tiles);
-  return rows;
+inline decode::PackedRows packed_rows(const DecodeParams& params) {
+  return decode::PackedRows::of(params.num_heads_q / params.num_heads_kv);
 }
 
 // Upper bound on the units of work (decode/work_share.cuh) of `token_tiles` tiles of tokens.
@@ -33,8 +30,8 @@ inline int64_t units_of_tiles(const DecodeParams& params, int64_t token_tiles, i
 }
 
 // The bound if every sequence has seqlen_q queries, by which the grid is chosen.
-inline int64_t max_decode_units(const DecodeParams& params, int block_n, int row_tiles = 1) {
-  const int tokens = packed_rows(params, row_tiles).tokens;
+inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
+  const int tokens = packed_rows(params).tokens;
   const int64_t token_tiles = (int64_t{params.seqlen_q} + tokens - 1) / tokens;
   return units_of_tiles(params, params.batch * token_tiles, block_n);
 }
@@ -66,12 +63,11 @@ struct DecodeGrid {
   // Each CTA has an SM, or the half of one. A call that leaves SMs free has one CTA for each SM
   // that it may use.
   static DecodeGrid of(const DecodeParams& params, const decode::Config& config) {
-    const decode::PackedRows rows = packed_rows(params, config.row_tiles);
+    const decode::PackedRows rows = packed_rows(params);
     const int tokens = std::min<int>(rows.tokens, std::max(params.seqlen_q, 1));
-    const int64_t tiles = std::max<int64_t>(1, max_decode_units(params, INT_MAX, config.row_tiles));
+    const int64_t tiles = std::max<int64_t>(1, max_decode_units(params, INT_MAX));
     const bool many_tiles =
-        config.row_tiles > 1 ||
-        (config.spans && tokens * rows.heads > kFewRows && tiles >= 2 * params.num_sms);
+        config.spans && tokens * rows.heads > kFewRows && tiles >= 2 * params.num_sms;
     const bool share_sm = decode::ctas_per_sm(config) == 2 && !params.leaves_sms &&
                           (many_tiles || (tokens * rows.heads <= kFewRows &&
                                           2 * params.num_sms < kManyParts * tiles));
@@ -81,21 +77,22 @@ struct DecodeGrid {
     // With spans the workspace grows with them and the rows of a work tile.
     const bool whole = params.whole_tiles || many_tiles;
     const int unit = whole ? INT_MAX : config.spans ? params.split_tokens : config.block_n;
-    const int64_t units = max_decode_units(params, unit, config.row_tiles) / heads;
+    const int64_t units = max_decode_units(params, unit) / heads;
     // A unit for each share, but two where combining their parts would take longer than a unit.
     const int64_t wanted =
         config.spans ? units
                      : std::max((units + 1) / 2, std::min(units, tiles_of_head * decode::kGroup));
     const int shares = static_cast<int>(
         aligned_shares(std::clamp<int64_t>(wanted, 1, most / heads), tiles_of_head));
-    const int num_stages = share_sm ? config.num_stages_beside : config.num_stages;
+    // Few spans have an SM for each CTA anyway.
+    const bool beside = share_sm && (!config.spans || shares * heads > params.num_sms);
+    const int num_stages = beside ? config.num_stages_beside : config.num_stages;
     const int64_t of_tile = (int64_t{params.capacity} + unit - 1) / unit;
     const int64_t of_share = std::min(of_tile, (units + shares - 1) / shares);
     return {.num_shares = shares,
             .share_heads = heads,
             .num_ctas = shares * heads,
-            .partial_rows =
-                config.row_tiles > 1 ? config.row_tiles * decode::kBlockM : tokens * rows.heads,
+            .partial_rows = tokens * rows.heads,
             .log2_stages = std::countr_zero(static_cast<unsigned>(num_stages)),
             .whole_tiles = whole,
             .span_slots = config.spans ? static_cast<int>(1 + (whole ? 0 : of_share)) : 0};
@@ -166,9 +163,6 @@ inline void check_decode(const char* name, const decode::Config& config,
   expect(fits, "launch", "split_tokens",
          std::string(config.spans ? "a multiple of 128 for " : "0 for ") + name,
          params.split_tokens);
-  const int group = params.num_heads_q / params.num_heads_kv;
-  expect(config.row_tiles == 1 || group <= decode::kBlockM, "launch", "query heads of a KV head",
-         std::string("at most 64 for ") + name, group);
   const int64_t units = most_decode_units(params, config.block_n);
   expect(units < INT_MAX, "launch", "the number of units of work", "below 2^31 - 1", units);
 }
@@ -192,7 +186,7 @@ inline bool is_plain(const DecodeParams& params, const decode::Config& config) {
 
 // block_n: of a warp kernel not the config's.
 inline decode::Arguments make_decode_arguments(const DecodeParams& params, const DecodeGrid& grid,
-                                               int block_n, int row_tiles = 1) {
+                                               int block_n) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   const bool paged = params.page_table != nullptr;
   auto* memory = static_cast<uint8_t*>(params.workspace);
@@ -231,7 +225,7 @@ inline decode::Arguments make_decode_arguments(const DecodeParams& params, const
           .max_queries = params.max_queries,
           .num_shares = cutlass::FastDivmod(grid.num_shares),
           .share_heads = cutlass::FastDivmod(grid.share_heads),
-          .rows = packed_rows(params, row_tiles),
+          .rows = packed_rows(params),
           .num_heads_kv = params.num_heads_kv,
           .qhead_per_kvhead = params.num_heads_q / params.num_heads_kv,
           .head_groups = params.num_heads_kv / grid.share_heads,

@@ -44,6 +44,9 @@ void check_cached_forward(const char* name, const DecodeParams& params) {
       params.q_descale != nullptr || params.k_descale != nullptr || params.v_descale != nullptr;
   const std::string none = std::string("none for ") + name;
   expect(!scaled, "launch", "descales", none, "some");
+  const int span = params.split_tokens;
+  expect(kConfig.spans ? span > 0 && span % 128 == 0 : span == 0, "launch", "split_tokens",
+         std::string(kConfig.spans ? "a multiple of 128 for " : "0 for ") + name, span);
 }
 
 // Returns the size of a launch at any lengths.
@@ -93,6 +96,7 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   args.variant.scale = score_scale_of(params, false);
   args.slices_of_tile = forward_tile_shape<kConfig>(forward).slices;
   args.log2_box_rows = std::bit_width(static_cast<unsigned>(box_rows)) - 1;
+  args.span_blocks = params.split_tokens / kConfig.block_n;
   return args;
 }
 

@@ -57,4 +57,30 @@ __device__ __forceinline__ bool arrive_last(uint64_t* counter, uint64_t launch, 
   return before == launch + static_cast<uint64_t>(count - 1);
 }
 
+// The same arrival, for CTAs that wait for none: nothing is ordered by it.
+__device__ __forceinline__ void arrive_unordered(uint64_t* counter, uint64_t launch) {
+  asm volatile(
+      "red.relaxed.gpu.global.max.u64 [%0], %1;\n"
+      "red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(counter),
+      "l"(launch)
+      : "memory");
+}
+
+// Whether so many arrivals of the launch have happened. At the counter of start_launch: whether all
+// CTAs have started, with count kLaunchStep.
+__device__ __forceinline__ bool has_counted(const uint64_t* counter, uint64_t launch,
+                                            uint64_t count) {
+  uint64_t now;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(counter) : "memory");
+  return now >= launch + count;
+}
+
+// The same; what CTAs wrote before their arrivals is then visible.
+__device__ __forceinline__ bool have_arrived(const uint64_t* counter, uint64_t launch,
+                                             uint64_t count) {
+  uint64_t now;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(counter) : "memory");
+  return now >= launch + count;
+}
+
 }  // namespace flashattn3

@@ -43,7 +43,7 @@ struct Workspace {
   // slots: partial results of each CTA, of which an SM has two at most.
   explicit Workspace(int num_sms, int slots = 1)
       : num_sms(num_sms),
-        bytes(int64_t{2} * slots * num_sms * 3 * flashattn3::decode::kBlockM * (256 * 4 + 16)) {
+        bytes(int64_t{2} * slots * num_sms * flashattn3::decode::kBlockM * (256 * 4 + 16)) {
     const size_t counter_bytes = sizeof(*counters);
     check(cudaMalloc(&memory, bytes));
     check(cudaMalloc(&counters, counter_bytes));
@@ -92,15 +92,13 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
     const char* name;
     int num_sms;
     bool whole_tiles, pdl, held = false;
-    bool wide = false;  // a config with several tiles of rows, of cases with spans
   };
   const Turn turns[] = {{"all SMs", num_sms, false, true},
                         {"again", num_sms, false, false},
                         {"held SMs", num_sms, false, false, true},
                         {"3 SMs", 3, false, false},
                         {"1 SM", 1, false, false},
-                        {"whole tiles", num_sms, true, false},
-                        {"3 tiles of rows", num_sms, false, false, false, true}};
+                        {"whole tiles", num_sms, true, false}};
   const int dim = std::max(c.head_dim, c.head_dim_v);
   DecodeProblem problem(c);
   problem.q.upload(), problem.k.upload(), problem.v.upload(), problem.out.upload();
@@ -110,8 +108,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
   FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
-    const int config = config_of(c.fp16, dim, c.spans > 0, turn.wide, c.has_bytes());
-    if (turn.wide && (c.spans == 0 || config < 0 || c.heads_q / c.heads_kv > 64)) continue;
+    const int config = config_of(c.fp16, dim, c.spans > 0, c.has_bytes());
     Workspace workspace(turn.num_sms, c.spans > 0 ? 1 + (c.capacity + 127) / 128 : 1);
     DeviceMemory memory;
     flashattn3::ByteDecodeParams params = make_params(problem, memory, lse);
@@ -274,7 +271,7 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
       .counters = workspace.counters,
       .pdl = false,
   }};
-  const int config = config_of(false, cell.head_dim, false, false, cell.e4m3);
+  const int config = config_of(false, cell.head_dim, false, cell.e4m3);
   const auto decode = [&](int copy) {
     params.k.data = cache + copy * bytes;
     params.v.data = cache + copy * bytes + bytes / 2;

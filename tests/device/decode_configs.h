@@ -10,15 +10,14 @@
 namespace flashattn3 {
 
 // The config with the smallest sufficient head dim; -1 if there is none. spans: for split_tokens.
-// wide: with several tiles of rows. bytes: for caches of 8 bits.
-inline int config_of(bool fp16, int head_dim, bool spans = false, bool wide = false,
-                     bool bytes = false) {
+// bytes: for caches of 8 bits.
+inline int config_of(bool fp16, int head_dim, bool spans = false, bool bytes = false) {
   const ElementType type = fp16 ? ElementType::kFloat16 : ElementType::kBFloat16;
   int best = -1;
   for (int i = 0; i < kNumCheckConfigs; ++i) {
     const decode::Config& config = kCheckConfigs[i];
     if (config.dtype != type || config.spans != spans || config.head_dim < head_dim) continue;
-    if ((config.row_tiles > 1) != wide || decode::has_bytes(config) != bytes) continue;
+    if (decode::has_bytes(config) != bytes) continue;
     if (best < 0 || kCheckConfigs[i].head_dim < kCheckConfigs[best].head_dim) best = i;
   }
   return best;

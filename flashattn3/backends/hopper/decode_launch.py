@@ -157,8 +157,7 @@ class DecodeLaunch:
         """See ``CachedLaunch``. None where a plan depends on more than CACHED_PLAN
         (call/tensor_fields.py) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
-        alike = problem.given <= _KEPT_WITH
-        alike = alike and (problem.rows <= DECODE_ROWS or problem.split_tokens is not None)
+        alike = problem.given <= _KEPT_WITH and problem.rows <= DECODE_ROWS
         if library.keep_decode is None or not alike or problem.misaligned:
             return None
         index = -1 if problem.device.index is None else problem.device.index
@@ -251,27 +250,23 @@ def config_of(problem: DecodeProblem) -> DecodeConfig:
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if reads_bytes(problem):
         return select_byte_decode_config(NAMES[problem.dtype], head_dim)
-    of, spans = (NAMES[problem.dtype], head_dim), problem.split_tokens is not None
-    if spans and problem.rows > DECODE_ROWS and problem.qhead_per_kvhead <= DECODE_TILE_ROWS:
-        # Both kernels give a row the same bits.
-        many = select_decode_config(*of, spans, many_rows=True)
-        if many is not None:
-            return many
-    return select_decode_config(*of, spans)
+    return select_decode_config(NAMES[problem.dtype], head_dim, problem.split_tokens is not None)
 
 
-def forward_config_of(problem: DecodeProblem) -> ForwardConfig:
-    """The cached forward kernel of a problem that has neither unfit_reason nor forward_reason."""
+def forward_config_of(problem: DecodeProblem) -> ForwardConfig | None:
+    """The cached forward kernel of a problem that has neither unfit_reason nor forward_reason; with
+    split_tokens it gives a row the bits of the decode kernel. None: there is none."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_cached_forward_config(NAMES[problem.dtype], head_dim)
+    spans = problem.split_tokens is not None
+    return select_cached_forward_config(NAMES[problem.dtype], head_dim, spans)
 
 
 def forward_reason(problem: DecodeProblem) -> str | None:
     """Why a problem that is not unfit runs on a decode kernel, not on a forward kernel; or None."""
-    if problem.split_tokens:
-        return f"split_tokens={problem.split_tokens}"
     if problem.rows <= DECODE_ROWS:
         return f"up to {DECODE_ROWS} packed rows"
+    if forward_config_of(problem) is None:
+        return f"no forward kernel has spans of keys at head dim {problem.head_dim}"
     if reads_bytes(problem):
         return _widening_reason(problem)
     given = sorted(problem.given & _DESCALES)

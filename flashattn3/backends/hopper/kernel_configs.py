@@ -42,6 +42,8 @@ class ForwardConfig(NamedTuple):
     cached: whether k and v are in a paged or dense cache; such a config is masked.
     term: of TERMS; with one the config is masked.
     listed: whether the mask is lists of blocks (flashattn3.masks); such a config is masked.
+    spans: whether fixed spans of keys are joined in order (split_tokens), with the bits of the
+        decode config with spans of its head dim; such a config is cached.
     max_seqlen_k: for the planner: longest seqlen_k that selects this config; None: any.
     measured: "GPU, case, date" of the measurement that chose the tile; empty: not measured.
     """
@@ -62,6 +64,7 @@ class ForwardConfig(NamedTuple):
     cached: bool = False
     term: str = NO_TERM
     listed: bool = False
+    spans: bool = False
     max_seqlen_k: int | None = None
     measured: str = ""
 
@@ -71,7 +74,8 @@ class ForwardConfig(NamedTuple):
         mask = "listed" if self.listed else mask
         tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
         buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
-        return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}{_term(self)}"
+        spans = "_spans" * self.spans
+        return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}{_term(self)}{spans}"
 
 
 class BackwardConfig(NamedTuple):
@@ -130,8 +134,6 @@ class DecodeConfig(NamedTuple):
     num_consumers: MMA warpgroups; two CTAs share an SM where there is one.
     spans: whether fixed spans of keys are joined in order (split_tokens). Such a config has one
         kernel, for calls of any number of rows.
-    row_tiles: tiles of DECODE_TILE_ROWS rows of a CTA, one for each MMA warpgroup if there are
-        several: then every warpgroup takes all keys, else they take them in turn.
     num_byte_tiles: of a cache of 8 bits: K and V tiles in flight before they are widened to fp16;
         0: the cache has q's dtype.
     measured: as for ForwardConfig.
@@ -147,15 +149,13 @@ class DecodeConfig(NamedTuple):
     num_q_buffers: int
     num_consumers: int
     spans: bool = False
-    row_tiles: int = 1
     num_byte_tiles: int = 0
     measured: str = ""
 
     @property
     def name(self) -> str:
         dtypes = f"{self.dtype}{'_bytes' * (self.num_byte_tiles > 0)}"
-        rows = f"{self.row_tiles}x" * (self.row_tiles > 1)
-        tile = f"{rows}{self.block_n}x{self.num_stages}"
+        tile = f"{self.block_n}x{self.num_stages}"
         return f"decode_{dtypes}_d{self.head_dim}_{tile}{'_spans' * self.spans}"
 
     @property
@@ -344,18 +344,13 @@ BACKWARD_CONFIGS = (
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
 # head dim, block_n, num_stages, num_stages_beside, num_q_buffers, num_consumers
-DECODE_TILES = (64, 64, 4, 4, 2, 1), (128, 64, 2, 1, 2, 1), (256, 32, 2, 2, 1, 2)
 DECODE_CONFIGS = tuple(
     DecodeConfig(dtype, *tile, spans=spans, measured="" if spans else DECODE_MEASURED)
-    for spans in (False, True)
-    for tile in DECODE_TILES
-    for dtype in SIXTEEN_BIT
-)
-# With spans many rows share the keys: a tile of them for each consumer warpgroup. At head dim 128
-# three would spill.
-DECODE_CONFIGS += tuple(
-    DecodeConfig(dtype, *tile, spans=True, row_tiles=tile[-1])
-    for tile in ((64, 64, 8, 8, 2, 3), (128, 64, 4, 4, 2, 2))
+    for spans, tiles in (
+        (False, ((64, 64, 4, 4, 2, 1), (128, 64, 2, 1, 2, 1), (256, 32, 2, 2, 1, 2))),
+        (True, ((64, 64, 4, 4, 2, 1), (128, 64, 4, 1, 2, 1), (256, 32, 2, 2, 1, 2))),
+    )
+    for tile in tiles
     for dtype in SIXTEEN_BIT
 )
 BYTE_DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-27"
@@ -382,6 +377,11 @@ CACHED_FORWARD_CONFIGS = tuple(
         (128, 192, 64, 4, 3, 2),
         (256, 128, 64, 2, 2, 1),
     )
+    for dtype in SIXTEEN_BIT
+)
+CACHED_FORWARD_CONFIGS += tuple(
+    ForwardConfig(dtype, head_dim, head_dim, True, *tile, cached=True, spans=True)
+    for head_dim, *tile in ((64, 192, 64, 4, 3, 2), (128, 192, 64, 2, 3, 1))
     for dtype in SIXTEEN_BIT
 )
 # "GPU, case, date" of the measurement of the append kernel, which has no kernel configs; empty: no
@@ -468,16 +468,12 @@ def select_backward_config(
     return min(fitting, key=lambda config: (config.head_dim, config.head_dim_v), default=None)
 
 
-def select_decode_config(
-    dtype: str, head_dim: int, spans: bool = False, many_rows: bool = False
-) -> DecodeConfig | None:
-    """The config with the smallest sufficient head dim; None if there is none. many_rows: with
-    several tiles of rows."""
+def select_decode_config(dtype: str, head_dim: int, spans: bool = False) -> DecodeConfig | None:
+    """The config with the smallest sufficient head dim; None if there is none."""
     fitting = [
         config
         for config in DECODE_CONFIGS
-        if (config.dtype, config.spans, config.row_tiles > 1) == (dtype, spans, many_rows)
-        and config.head_dim >= head_dim
+        if (config.dtype, config.spans) == (dtype, spans) and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
@@ -493,12 +489,14 @@ def select_byte_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
 
-def select_cached_forward_config(dtype: str, head_dim: int) -> ForwardConfig | None:
+def select_cached_forward_config(
+    dtype: str, head_dim: int, spans: bool = False
+) -> ForwardConfig | None:
     """The config with the smallest sufficient head dim; None if there is none."""
     fitting = [
         config
         for config in CACHED_FORWARD_CONFIGS
-        if config.dtype == dtype and config.head_dim >= head_dim
+        if (config.dtype, config.spans) == (dtype, spans) and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
@@ -524,7 +522,7 @@ def configs_hash() -> str:
     lines = []
     for config in all_configs():
         values = {name: getattr(config, name) for name in compiled_fields(type(config))}
-        absent = {"term": NO_TERM, "listed": False, "spans": False, "row_tiles": 1}
+        absent = {"term": NO_TERM, "listed": False, "spans": False}
         values = {name: value for name, value in values.items() if value != absent.get(name)}
         lines.append(f"{config.kind} {values}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

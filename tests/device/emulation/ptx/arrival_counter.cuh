@@ -28,5 +28,14 @@ inline bool arrive_last(uint64_t* counter, uint64_t launch, int count) {
   *counter = std::max(*counter, launch);
   return (*counter)++ == launch + static_cast<uint64_t>(count - 1);
 }
+inline void arrive_unordered(uint64_t* counter, uint64_t launch) {
+  arrive_last(counter, launch, 0);
+}
+inline bool has_counted(const uint64_t* counter, uint64_t launch, uint64_t count) {
+  return *counter >= launch + count;
+}
+inline bool have_arrived(const uint64_t* counter, uint64_t launch, uint64_t count) {
+  return *counter >= launch + count;
+}
 
 }  // namespace flashattn3

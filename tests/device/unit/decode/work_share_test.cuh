@@ -292,16 +292,16 @@ inline void check_spans(Result& result) {
       result.equal(all.count(), found.spans.size(), "spans of a work tile", id.batch_idx, seed);
       for (const auto& [share, part] : found.parts) {
         if (part.num_ctas == 1) continue;
-        SpanWalk walk(args, share, found.sequence, part, found.sequence.n_blocks);
-        Slot before{walk.cta(), walk.slot()};
-        int more = 0;
+        const TileSlots slots(args, share, part, found.sequence, found.sequence.n_blocks);
+        Slot before{slots[0].cta, slots[0].slot};
+        int at = 0;
         for (const auto& [span, slot] : found.spans) {
-          if (slot != before) walk.advance(), ++more;
+          if (slot != before) ++at;
           before = slot;
-          result.equal(slot.first, walk.cta(), "CTA of a span", span, seed);
-          result.equal(slot.second, walk.slot(), "slot of a span", span, seed);
+          result.equal(slot.first, slots[at].cta, "CTA of a span", span, seed);
+          result.equal(slot.second, slots[at].slot, "slot of a span", span, seed);
         }
-        result.equal(more, walk.num_more(), "slots behind the first", id.batch_idx, seed);
+        result.equal(at + 1, slots.count(), "slots of a work tile", id.batch_idx, seed);
       }
     }
     result.equal(1, !tiles.empty() || args.max_queries < 70, "ran");
