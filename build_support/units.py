@@ -6,7 +6,7 @@ They go into the build folder, never into git, and only when their text has chan
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +23,17 @@ def load_kernel_configs() -> ModuleType:
     return _load("backends/hopper", "kernel_configs")
 
 
+def load_config_types() -> ModuleType:
+    return _load("backends/hopper", "config_types")
+
+
 def _load(folder: str, name: str) -> ModuleType:
-    """A module of flashattn3 without flashattn3, whose __init__ imports torch."""
-    path = ROOT / "flashattn3" / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"flashattn3_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses looks for it
-    spec.loader.exec_module(module)
-    return module
+    """A module of flashattn3 without flashattn3, whose __init__ imports torch: its folder is then a
+    package of its own."""
+    package = ModuleType(f"flashattn3_{folder.replace('/', '_')}")
+    package.__path__ = [str(ROOT / "flashattn3" / folder)]
+    sys.modules.setdefault(package.__name__, package)
+    return importlib.import_module(f"{package.__name__}.{name}")
 
 
 def write_units(folder: Path, pattern: str) -> list[Path]:
@@ -54,7 +57,7 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
             present.unlink()
     for name, text in texts.items():
         write_if_changed(folder / name, text)
-    write_if_changed(folder / LIMITS_HEADER, limits_header(table.MAX_HEAD_DIM))
+    write_if_changed(folder / LIMITS_HEADER, limits_header(load_config_types().MAX_HEAD_DIM))
     write_if_changed(folder / TENSORS_HEADER, tensors_header())
     return [folder / name for name in texts]
 
@@ -169,13 +172,13 @@ def _checks(config) -> str:
     if config.kind == "forward":
         return ""
     if config.kind == "decode":
-        rows = load_kernel_configs().DECODE_TILE_ROWS
+        rows = load_config_types().DECODE_TILE_ROWS
         return (
             f"static_assert(decode::kBlockM == {rows});\n"
             f"static_assert(decode::warp_kernel_rows(kConfig) == {config.warp_kernel_rows});\n"
             f"static_assert(decode::warp_block_n(kConfig) == {config.warp_block_n});\n"
         )
-    block_m = load_kernel_configs().BACKWARD_BLOCK_M
+    block_m = load_config_types().BACKWARD_BLOCK_M
     return (
         f"static_assert(backward::kBlockM == {block_m});\n"
         f"static_assert(backward::block_n(kConfig) == {config.block_n});\n"

@@ -28,11 +28,11 @@ from helpers import (
 from flashattn3 import UnsupportedError, explain, flash_attn_func, masks
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.config_types import HEAD_DIMS
 from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
     BIAS,
     FORWARD_CONFIGS,
-    HEAD_DIMS,
     LARGEST,
     NO_TERM,
     SLOPES,

@@ -10,6 +10,7 @@ from helpers import ROOT
 
 from flashattn3.backends.device import SHARED_MEMORY_KIB
 from flashattn3.backends.hopper import kernel_configs
+from flashattn3.backends.hopper.config_types import DTYPES, HEAD_DIMS, MAX_HEAD_DIM
 from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
     BIAS,
@@ -17,11 +18,8 @@ from flashattn3.backends.hopper.kernel_configs import (
     CACHED_CONFIGS,
     CACHED_FORWARD_CONFIGS,
     DECODE_CONFIGS,
-    DTYPES,
     EIGHT_BIT,
     FORWARD_CONFIGS,
-    HEAD_DIMS,
-    MAX_HEAD_DIM,
     NO_TERM,
     SIXTEEN_BIT,
     SLOPES,

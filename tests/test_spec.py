@@ -13,7 +13,7 @@ import torch
 from helpers import GPU, ROOT
 
 import flashattn3
-from flashattn3.backends.hopper import kernel_configs
+from flashattn3.backends.hopper import config_types
 from flashattn3.call import dtypes, fields, operands, permuted_v
 from flashattn3.call.cached import DECODE, DecodeOptions
 from flashattn3.call.problem import Problem
@@ -103,8 +103,8 @@ def test_the_operators_take_the_fields():
 
 def test_calls_name_dtypes_and_columns_as_the_kernel_configs_do():
     """call imports no backend."""
-    assert (*dtypes.NAMES.values(),) == kernel_configs.DTYPES
-    assert kernel_configs.HEAD_DIMS[kernel_configs.E4M3] == permuted_v.COLUMNS
+    assert (*dtypes.NAMES.values(),) == config_types.DTYPES
+    assert config_types.HEAD_DIMS[config_types.E4M3] == permuted_v.COLUMNS
 
 
 def test_a_problem_has_the_fields_for_the_backends():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends.device import describe_device
 from ..backends.hopper.backend import BACKEND as HOPPER
-from ..backends.hopper.kernel_configs import MAX_HEAD_DIM as HOPPER_MAX_HEAD_DIM
+from ..backends.hopper.config_types import MAX_HEAD_DIM as HOPPER_MAX_HEAD_DIM
 from ..backends.triton.backend import BACKEND as TRITON
 from ..backends.triton.tile_configs import MAX_HEAD_DIM as TRITON_MAX_HEAD_DIM
 from ..call import permuted_v

@@ -24,6 +24,7 @@ from ..device import SHARED_MEMORY_KIB, DeviceInfo
 from ..triton.backend import BACKEND as TRITON
 from . import cached
 from . import launch as hopper_launch
+from .config_types import MAX_HEAD_DIM
 from .decode_launch import (
     DECODE_TILE_ROWS,
     DecodeLaunch,
@@ -34,7 +35,6 @@ from .decode_launch import (
 from .kernel_configs import (
     BIAS,
     LARGEST,
-    MAX_HEAD_DIM,
     NO_TERM,
     SLOPES,
     BackwardConfig,

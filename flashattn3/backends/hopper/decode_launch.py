@@ -15,10 +15,9 @@ from ...call.cache_descales import OF_KEYS
 from ...call.cached import DecodeTensors
 from ...call.dtypes import EIGHT_BIT, NAMES, SIXTEEN_BIT
 from ..base import CachedOperators, score_factor_reason
+from .config_types import DECODE_TILE_ROWS, MAX_HEAD_DIM
 from .kernel_configs import (
     CACHED_CONFIGS,
-    DECODE_TILE_ROWS,
-    MAX_HEAD_DIM,
     DecodeConfig,
     ForwardConfig,
     select_byte_decode_config,

@@ -12,7 +12,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from ..packed import Choice, num_tiles, packed_rows_of, visible_keys
-from .kernel_configs import DECODE_TILE_ROWS
+from .config_types import DECODE_TILE_ROWS
 
 if TYPE_CHECKING:
     from ...call.problem import Problem
