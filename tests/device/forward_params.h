@@ -96,7 +96,7 @@ inline std::vector<int> listed_configs(const Case& c) {
   std::vector<int> found;
   for (int i = 0; i < flashattn3::kNumCheckConfigs; ++i) {
     const flashattn3::forward::Config& r = kCheckConfigs[i];
-    if (!r.listed || (r.dtype == flashattn3::kFp16) != c.fp16) continue;
+    if (!r.listed || r.dtype != (c.fp16 ? flashattn3::kFp16 : flashattn3::kBf16)) continue;
     if (r.head_dim < c.head_dim || r.head_dim_v < c.head_dim_v) continue;
     if (!found.empty() && r.head_dim < kCheckConfigs[found[0]].head_dim) found.clear();
     if (found.empty() || r.head_dim == kCheckConfigs[found[0]].head_dim) found.push_back(i);
