@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import SIXTEEN_BIT, needs_hopper
+from helpers import SIXTEEN_BIT, library_double, needs_hopper
 from support.kvcache import CacheCase, CacheInputs, make_cache_inputs
 from test_kvcache_prefill import DESCALE, FEW, MANY, floats, plan_of
 
 from flashattn3 import explain_with_kvcache, flash_attn_with_kvcache
+from flashattn3.backends.hopper import cached
+from flashattn3.backends.hopper.backend import HopperBackend
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 CAUSAL = {"causal": True}
@@ -98,6 +100,20 @@ def test_a_cache_whose_16_bit_form_would_be_large_is_left_to_triton():
             assert said in reason and AGAIN in reason
     # Few rows read 8 bits.
     assert plan_of(**bytes_of(page_size=16, width=1 << 20)).backend.name == "hopper"
+
+
+def test_a_kernel_that_no_gpu_has_run_is_asked_for_by_name(monkeypatch):
+    careful = HopperBackend(library=library_double)
+    for measured, options, wanted in (
+        ("", {}, "triton"),
+        ("", {"backend": "hopper"}, "hopper"),
+        ("a GPU", {}, "hopper"),
+    ):
+        monkeypatch.setattr(cached, "WIDEN_MEASURED", measured)
+        plan = plan_of(options, seqlen_q=300, hopper=careful, **bytes_of())
+        assert plan.backend.name == wanted
+        if wanted == "hopper":
+            assert plan.launch.describe()["kernel"] == MANY
 
 
 def test_a_plan_serves_caches_of_similar_sizes():
