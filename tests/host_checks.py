@@ -682,6 +682,8 @@ def times_of_calls() -> dict[str, float]:
     edges = torch.arange(3, dtype=torch.int32)
     rows = [plain[0][:, 0].contiguous(), *plain[1:]]
     of_rows = partial(flash_attn_with_kvcache, *rows, cu_seqlens_q=edges, max_seqlen_q=1, **options)
+    codes = [x.to(torch.float8_e4m3fn) for x in plain[1:]]
+    one = {"k_descale": torch.ones(()), "v_descale": torch.ones(())}
     turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
 
     def both_of_bhsd():
@@ -710,6 +712,8 @@ def times_of_calls() -> dict[str, float]:
         "cached call with new keys, rotary": partial(cached, *plain[1:], **new, **rotary),
         "cached call with cu_seqlens_q": of_rows,
         "cached call with cache_batch_idx": partial(cached, *plain[1:], cache_batch_idx=edges[:2]),
+        "cached call of 8 bits": partial(cached, *codes),
+        "cached call of 8 bits, one descale": partial(cached, *codes, **one),
         "cached call with out": partial(cached, *plain[1:], out=plain[0][:, :1].clone()),
     }
     return {name: min(repeat(call, repeat=40, number=50)) * 2e4 for name, call in calls.items()}
