@@ -85,7 +85,7 @@ def no_check(monkeypatch):
 def test_kernels_write_the_lists_of_torch_operations(name, monkeypatch, no_check):
     found = []
     for by_kernels in (False, True):
-        monkeypatch.setattr(triton_lists, "serve", lambda x, by=by_kernels: by)
+        monkeypatch.setattr(triton_lists, "serve", lambda device, by=by_kernels: by)
         found.append(CASES[name]().tensors)
     fields = [
         f"{side}.{x}" for side in ("of_queries", "of_keys") for x in ("entries", "work", "tiles")
@@ -96,50 +96,37 @@ def test_kernels_write_the_lists_of_torch_operations(name, monkeypatch, no_check
 
 
 # kernel: types of its tensors, constants, numbers
-SPANS = "i32", "i32"
-WORDS = "i64", "i64"
-BLOCKS = "i8", "i8", "i32", "i32"  # kinds and work of either side
-TOKENS = {"CAUSAL": True, "TOKENS": triton_lists.TOKENS}
+LISTS = "i32", "i32", "i32", "i32"  # entries and work of either side
+ABOUT = 2, 8192, 8192, 12, 8, 8, 8
+BITS = {"FULL": 1, "WHOLE": True}
+OF_BLOCKS = 1, 8192, 8192, 64, 64, 128, 128
+SOURCES = {  # types of the source and of ends
+    "lengths": ("i64", None),
+    "ids": ("i32", None),
+    "prefix": ("i32", None),
+    "window": (None, None),
+    "intervals": ("i64", "i64"),
+    "bits": ("i64", None),
+}
 SAMPLES = {
-    "lengths": ("spans_of_lengths_kernel", ("i64", *SPANS, "i32"), TOKENS, (8192, 12)),
-    "ids": ("spans_of_ids_kernel", ("i32", *SPANS, "i32"), TOKENS, (8192,)),
-    "kinds": ("kinds_kernel", (*SPANS, "i32", *BLOCKS), {}, (2, 8192, 8192, 1)),
-    "bits": (
-        "bits_kernel",
-        ("i64", None, "i64", "i64", *BLOCKS),
-        {"FULL": 1, "WHOLE": True},
-        *((1, 8192, 8192, 8, 8), (8192, 8192, 1024)),
-    ),
+    "bits": ("bits_kernel", ("i64", None, "i64", "i8"), BITS, OF_BLOCKS, (8192, 8192, 1024)),
     "bits-of-blocks": (
         "bits_kernel",
-        ("i64", "i32", "i64", "i64", *BLOCKS),
+        ("i64", "i32", "i64", "i8"),
         {"FULL": 2, "WHOLE": False},
-        *((1, 8192, 8192, 64, 64), (8192, 8192, 1024)),
+        *(OF_BLOCKS, (8192, 8192, 1024)),
     ),
-    "bits-of-kinds": (
-        "bits_kernel",
-        (None, "u8", "i64", "i64", *BLOCKS),
-        {"FULL": 1, "WHOLE": True},
-        *((1, 8192, 8192, 128, 128), (0, 0, 0)),
-    ),
-    "block-kinds": (
-        "block_kinds_kernel",
-        ("i32",) * 5,
-        {"BLOCKS": triton_lists.BLOCKS},
-        (64,),
-    ),
-    "lists": ("lists_kernel", (*BLOCKS, "i32", "i32"), {}, (2, 8192, 8192)),
-    "tiles-of-spans": (
-        "tiles_kernel",
-        (*SPANS, None, None, *["i32"] * 4, *WORDS),
-        *({}, (2, 8192, 8192, 1, 500, 500)),
-    ),
-    "tiles-of-bits": (
-        "tiles_kernel",
-        (None, None, *WORDS, *["i32"] * 4, *WORDS),
-        *({}, (2, 8192, 8192, 0, 500, 500)),
-    ),
+    "bits-of-kinds": ("bits_kernel", (None, "u8", "i64", "i8"), BITS, OF_BLOCKS, (0, 0, 0)),
+    "block-kinds": ("block_kinds_kernel", ("i32",) * 5, {"BLOCKS": triton_lists.BLOCKS}, (64,)),
 }
+for source, types in SOURCES.items():
+    about = {"SOURCE": source, "CAUSAL": True}
+    SAMPLES[f"lists of {source}"] = ("lists_kernel", (*types, "i8", *LISTS), about, ABOUT)
+    SAMPLES[f"tiles of {source}"] = (
+        "tiles_kernel",
+        (*types, *LISTS, "i64", "i64"),
+        *(about, (*ABOUT, 500, 500)),
+    )
 
 
 def stack_bytes(capability):

@@ -6,7 +6,8 @@ process with FLASHATTN3_CHECK=1. Without the check, values out of bounds are cla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,22 +78,23 @@ def documents(
         check_bounds(function, "lengths", lengths, 0, seqlen)
         check_bounds(function, "lengths.sum(-1)", lengths, 0, seqlen, of=lambda x: x.sum(-1))
         lengths = torch.atleast_2d(lengths)
-    if seqlen and triton_lists.serve(lengths if ids is None else ids):
-        spans = triton_lists.spans_of_documents(lengths, ids, seqlen, causal)
-    else:
-        spans = _spans_of_documents(lengths, ids, seqlen, causal)
-    batch = spans[0].shape[0]
+    given = lengths if ids is None else ids
+    batch = given.shape[0]
     # Of a document that ends inside a block of rows, all blocks are partial there; where it begins
     # too. Other blocks are partial at its two ends and, if causal, at the diagonal.
     blocks = -(-seqlen // BLOCK_COLUMNS)
     most = batch * (4 * blocks + 4)
-    return _of_spans(Grid(batch, 1, seqlen, seqlen), *spans[:2], most, most, *spans[2:])
+    source = triton_lists.Source(
+        "lengths" if ids is None else "ids", given, causal=causal, n=given.shape[1]
+    )
+    spans = partial(_spans_of_documents, lengths, ids, seqlen, causal)
+    return _of_source(Grid(batch, 1, seqlen, seqlen), source, spans, given.device, most, most)
 
 
 def _spans_of_documents(
     lengths: Tensor | None, ids: Tensor | None, seqlen: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The first two that ``triton_lists.spans_of_documents`` gives, int64, in torch operations."""
+    """The keys of each token, spans [start, end): int64 (batch, 1, seqlen, 1)."""
     if ids is not None:
         begins, ends = _runs(ids)
         seen = ids >= 0
@@ -151,14 +153,18 @@ def prefix_lm(prefix_lengths: Sequence[int] | Tensor, seqlen: int, *, device=Non
         prefix_lengths = _on_device(list(prefix_lengths), device)
     prefix = checked_tensor(function, "prefix_lengths", prefix_lengths, "(batch,)", 1)
     check_bounds(function, "prefix_lengths", prefix, 0, seqlen)
-    prefix = prefix.long().clamp(0, seqlen).view(-1, 1, 1, 1)
-    later = torch.arange(1, seqlen + 1, device=prefix.device).view(1, 1, -1, 1)
-    ends = torch.maximum(prefix, later)
     grid = Grid(prefix.shape[0], 1, seqlen, seqlen)
+
+    def spans() -> tuple[Tensor, Tensor]:
+        later = torch.arange(1, seqlen + 1, device=prefix.device).view(1, 1, -1, 1)
+        ends = torch.maximum(prefix.long().clamp(0, seqlen).view(-1, 1, 1, 1), later)
+        return torch.zeros_like(ends), ends
+
     # A block of rows has one end or 128 neighbours; where the prefix ends, a block of keys is
     # partial for all queries before it.
     most = grid.batch * 4 * (-(-seqlen // BLOCK_COLUMNS) + 1)
-    return _of_spans(grid, torch.zeros_like(ends), ends, most, most)
+    source = triton_lists.Source("prefix", prefix)
+    return _of_source(grid, source, spans, prefix.device, most, most)
 
 
 def window(
@@ -184,17 +190,25 @@ def window(
     keys = queries if seqlen_k is None else checked_length(function, "seqlen_k", seqlen_k)
     left, right = integer(function, "left", left), integer(function, "right", right)
     sinks = checked_length(function, "sinks", sinks)
-    own = torch.arange(queries, device=device).view(1, 1, -1) + (keys - queries)
-    end = (own + right + 1).clamp(0, keys) if right >= 0 else torch.full_like(own, keys)
-    start = (own - left).clamp(min=0).minimum(end) if left >= 0 else torch.zeros_like(own)
-    last_sink = end.clamp(max=sinks)
-    starts = torch.stack([torch.zeros_like(own), torch.maximum(start, last_sink)], -1)
-    ends = torch.stack([last_sink, end], -1)
+    left, right, sinks = (
+        queries + keys if x < 0 else min(x, queries + keys) for x in (left, right, sinks)
+    )
+    device = torch.get_default_device() if device is None else torch.device(device)
+
+    def spans() -> tuple[Tensor, Tensor]:
+        own = torch.arange(queries, device=device).view(1, 1, -1) + (keys - queries)
+        end = (own + right + 1).clamp(0, keys)
+        start = (own - left).clamp(min=0).minimum(end)
+        last_sink = end.clamp(max=sinks)
+        starts = torch.stack([torch.zeros_like(own), torch.maximum(start, last_sink)], -1)
+        return starts, torch.stack([last_sink, end], -1)
+
     # Both ends of a window and that of the sinks are in at most 3 blocks of a block of rows; where
     # the sinks end, a block of keys is partial for all queries.
     grid = Grid(1, 1, queries, keys)
     most = (12 * of.shape[2] + of.shape[3] for of in (grid, grid.transposed))
-    return _of_spans(grid, starts, ends, *most)
+    source = triton_lists.Source("window", reach=(left, right, sinks))
+    return _of_source(grid, source, spans, device, *most)
 
 
 def intervals(starts: Tensor, ends: Tensor, seqlen_k: int | None = None) -> Mask:
@@ -218,10 +232,10 @@ def intervals(starts: Tensor, ends: Tensor, seqlen_k: int | None = None) -> Mask
     keys = starts.shape[2] if seqlen_k is None else checked_length(function, "seqlen_k", seqlen_k)
     for name, x in (("starts", starts), ("ends", ends)):
         check_bounds(function, name, x, 0, keys)
-    grid = Grid(*starts.shape[:3], keys)
-    return _of_spans(
-        grid, *_apart(starts.long().clamp(0, keys), ends.long().clamp(0, keys)), None, None
-    )
+    grid, n = Grid(*starts.shape[:3], keys), starts.shape[3]
+    starts, ends = _apart(starts.long().clamp(0, keys), ends.long().clamp(0, keys))
+    source = triton_lists.Source("intervals", starts, ends, n=n)
+    return _of_source(grid, source, lambda: (starts, ends), starts.device, None, None)
 
 
 def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,20 +250,21 @@ def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     return starts, torch.maximum(starts, ends)
 
 
-def _of_spans(
+def _of_source(
     grid: Grid,
-    starts: Tensor,
-    ends: Tensor,
+    source: triton_lists.Source,
+    spans: Callable[[], tuple[Tensor, Tensor]],
+    device: torch.device,
     most_of_queries: int | None,
     most_of_keys: int | None,
-    bounds: Tensor | None = None,
 ) -> Mask:
-    """The mask of spans as ``block_kinds.of_spans`` takes them. most: bounds on the partial blocks
-    of queries and of keys. bounds: as ``triton_lists.of_spans`` takes them, on a GPU."""
+    """The mask of a source. spans: computes the same as ``block_kinds.of_spans`` takes them. most:
+    bounds on the partial blocks of queries and of keys."""
     most_partial = most_of_queries, most_of_keys
-    if grid.num_blocks and triton_lists.serve(starts):
-        lists = triton_lists.of_spans(grid, starts, ends, most_partial, bounds)
+    if grid.num_blocks and triton_lists.serve(device):
+        lists = triton_lists.of_source(grid, source, device, most_partial)
         return Mask(*lists, grid.rows, grid.columns)
+    starts, ends = spans()
     lists = [
         assembled(of, kinds, words_of_spans(of, starts, ends, of_keys), most, exact=True)
         for of, kinds, of_keys, most in zip(
@@ -270,7 +285,7 @@ MOST_BOOLS = 2**30
 def _of_predicate(grid: Grid, visible, like: Tensor, kinds, most_partial=(None, None)) -> Mask:
     """kinds: computes those of blocks of queries, or of blocks of keys, from the grid of that side,
     as ``assembled`` takes them. most_partial: of either side. like: a tensor on the device."""
-    if 0 < grid.num_scores <= MOST_BOOLS and triton_lists.serve(like):
+    if 0 < grid.num_scores <= MOST_BOOLS and triton_lists.serve(like.device):
         bools = _bools_of(grid, visible, like.device)
         lists = triton_lists.of_bools(grid, bools, most_partial)
     else:
@@ -359,7 +374,7 @@ def blocks(
         None if rows % 128 or columns % BLOCK_COLUMNS else of.num_blocks // max(1, of.shape[-1])
         for of, rows, columns in ((grid, block_q, block_k), (grid.transposed, block_k, block_q))
     )
-    if grid.num_scores and block_k % 8 == 0 and triton_lists.serve(selected):
+    if grid.num_scores and block_k % 8 == 0 and triton_lists.serve(selected.device):
         kinds = selected.contiguous().view(torch.uint8)
         of_selected = triton_lists.Blocks(kinds, block_q, block_k, full=1)
         lists = triton_lists.of_bools(grid, None, most, of_selected)

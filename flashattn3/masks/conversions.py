@@ -39,7 +39,7 @@ def from_bool(visible: Tensor) -> Mask:
         visible = visible.unsqueeze(1)
     visible = without_copies(visible)
     grid = Grid(*visible.shape)
-    if triton_lists.serve(visible):
+    if grid.num_scores and triton_lists.serve(visible.device):
         lists = triton_lists.of_bools(grid, visible, (None, None))
         return Mask(*lists, grid.rows, grid.columns)
 
@@ -73,7 +73,7 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
     grid = Grid(*indices.shape[:2], queries, keys)
-    if triton_lists.serve(indices) and 0 < grid.num_scores <= MOST_BOOLS and block_k % 8 == 0:
+    if triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_BOOLS and block_k % 8 == 0:
         return _by_kernels(block_mask, grid)
     partial = _dense(block_mask.kv_num_blocks, indices)
     full = torch.zeros_like(partial)
@@ -95,8 +95,7 @@ def _by_kernels(block_mask: BlockMask, grid: Grid) -> Mask:
     listed = block_mask.kv_num_blocks, block_mask.kv_indices
     full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     kinds = triton_lists.kinds_of_block_mask(*listed, *full)
-    inside = (..., slice(-(-grid.rows // block_q)), slice(-(-grid.columns // block_k)))
-    blocks = triton_lists.Blocks(kinds[inside].contiguous(), block_q, block_k, full=2)
+    blocks = triton_lists.Blocks(kinds, block_q, block_k, full=2)
     sizes = grid.batch, grid.heads, grid.rows, grid.columns
     visible = seen_by(block_mask.mask_mod, *sizes, kinds.device)
     lists = triton_lists.of_bools(grid, visible, (None, None), blocks)

@@ -1,4 +1,5 @@
-"""The lists of a mask by Triton kernels: a few launches, where torch operations take hundreds.
+"""The lists of a mask by Triton kernels: two to four launches, where torch operations take
+hundreds.
 
 The kernels write what ``block_lists.assembled`` gives, bit for bit. Importing this module imports
 no Triton.
@@ -21,90 +22,78 @@ from .block_lists import BLOCK_ROWS, BlockLists, Grid
 if TYPE_CHECKING:
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
-TOKENS = BLOCK_ROWS  # of a program that looks for the documents of tokens
 BLOCKS = 64  # entries of a block mask that a program reads at once
+MOST_PARTS = 32  # programs that share the bit tiles of a list
 OLDEST = 8, 0  # compute capability
 
 
-def serve(x: Tensor) -> bool:
-    """Whether the kernels make lists of x, which is not empty. Traced code takes torch
-    operations."""
-    return x.is_cuda and not is_traced() and x.numel() > 0 and _serve_device(x.device.index)
+def serve(device: torch.device) -> bool:
+    """Whether the kernels make lists on a device. Traced code takes torch operations."""
+    return device.type == "cuda" and not is_traced() and _serve_device(device.index)
 
 
 @cache
-def _serve_device(index: int) -> bool:
+def _serve_device(index: int | None) -> bool:
     if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(index) >= OLDEST
 
 
-def on_device(x: Tensor) -> torch.cuda.device | nullcontext:
+def on_device(device: torch.device) -> torch.cuda.device | nullcontext:
     """Triton launches on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @cache
-def _launch(name: str, source: str, index: int | None, **constants: object) -> VariableLaunch:
-    """A kernel on one device. source: what the lists are made of, on whose types it depends."""
-    from ..backends.triton.kernels import mask_lists
+def _launch(name: str, types: object, index: int | None, **constants: object) -> VariableLaunch:
+    """A kernel on one device. types: those of tensors that are not always the same."""
+    from ..backends.triton.kernels import mask_bits, mask_lists
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
     num_warps = {"bits_kernel": 8, "tiles_kernel": 8, "block_kinds_kernel": 1}.get(name, 4)
-    return VariableLaunch(getattr(mask_lists, name), 16, constants, {"num_warps": num_warps})
+    kernel = getattr(mask_lists if hasattr(mask_lists, name) else mask_bits, name)
+    return VariableLaunch(kernel, 16, constants, {"num_warps": num_warps})
 
 
-def spans_of_documents(
-    lengths: Tensor | None, ids: Tensor | None, seqlen: int, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys of each token, spans [start, end): int32 (batch, 1, seqlen, 1); and the bounds of
-    ``of_spans``.
+class Source(NamedTuple):
+    """What tells the scores of a mask. kind: SOURCE of ``lists_kernel`` for rows of documents,
+    prefixes and windows, and for intervals, whose ends are a second tensor. They are integers.
 
-    lengths: (batch, documents) or None; ids: (batch, seqlen).
+    n: documents of a row, or intervals of a query. reach: left, right and sinks of a window.
     """
-    given = (ids if lengths is None else lengths).contiguous()
-    batch, device = given.shape[0], given.device
-    shape = batch, 1, seqlen, 1
-    starts = torch.empty(shape, dtype=torch.int32, device=device)
-    ends = torch.empty(shape, dtype=torch.int32, device=device)
-    blocks = -(-seqlen // TOKENS)
-    bounds = torch.empty((batch, blocks, 2), dtype=torch.int32, device=device)
-    name, numbers = "spans_of_ids_kernel", (seqlen,)
-    if lengths is not None:
-        name, numbers = "spans_of_lengths_kernel", (seqlen, given.shape[1])
-    launch = _launch(name, str(given.dtype), device.index, CAUSAL=causal, TOKENS=TOKENS)
-    with on_device(given):
-        launch((blocks, batch, 1), (given, starts, ends, bounds), (), numbers)
-    return starts, ends, bounds
+
+    kind: str
+    tensor: Tensor | None = None
+    ends: Tensor | None = None
+    causal: bool = False
+    n: int = 0
+    reach: tuple[int, int, int] = (0, 0, 0)
 
 
-def of_spans(
+def of_source(
     grid: Grid,
-    starts: Tensor,
-    ends: Tensor,
+    source: Source,
+    device: torch.device,
     most_partial: tuple[int | None, int | None],
-    bounds: Tensor | None = None,
 ) -> tuple[BlockLists, BlockLists]:
-    """The lists of queries and of keys of spans of keys.
+    """The lists of queries and of keys.
 
-    grid: its rows are queries. starts, ends: integers (batch, heads, queries, n), spans that do not
-        overlap. most_partial: of either side, a bound on the number of partial blocks.
-    bounds: int32 (batch * heads, blocks of 128 queries, 2), the first key that one of them sees and
-        the one past the last; without them each list looks at all spans.
+    grid: its rows are queries. most_partial: of either side, a bound on the number of partial
+        blocks.
     """
-    starts, ends = starts.int().contiguous(), ends.int().contiguous()
-    sizes, n, device = _sizes_of(grid, most_partial), starts.shape[-1], starts.device
-    with on_device(starts):
-        kinds, work = sizes.kinds_and_work(device, torch.empty)
-        launch = _launch("kinds_kernel", str(bounds is None), device.index)
-        launch(sizes.lists, (starts, ends, bounds, *kinds, *work), (), (*sizes.of_masks, n))
-        return _listed(sizes, kinds, work, (starts, ends, None, None), n)
+    sizes = _sizes_of(grid, most_partial)
+    kinds = torch.empty(sizes.num_blocks, dtype=torch.int8, device=device)
+    tensors = (x if x is None else x.contiguous() for x in (source.tensor, source.ends))
+    with on_device(device):
+        return _listed(sizes, source, *tensors, kinds)
 
 
 class Blocks(NamedTuple):
     """kinds: integers (batch, heads, blocks of queries, blocks of keys), contiguous, of blocks of
     block_q x block_k scores, block_k a multiple of 8: ``full`` shows all, 0 none, and 1 some unless
-    it is ``full``."""
+    it is ``full``. There may be more blocks than the mask's scores have."""
 
     kinds: Tensor
     block_q: int
@@ -120,12 +109,12 @@ def kinds_of_block_mask(
     given = (
         x if x is None else x.contiguous() for x in (counts, indices, full_counts, full_indices)
     )
-    kinds, columns = torch.zeros_like(indices), indices.shape[-1]
-    with on_device(indices):
+    kinds = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+    with on_device(indices.device):
         launch = _launch(
-            "block_kinds_kernel", str(full_counts is None), indices.device.index, BLOCKS=BLOCKS
+            "block_kinds_kernel", full_counts is None, indices.device.index, BLOCKS=BLOCKS
         )
-        launch((counts.numel(), 1, 1), (*given, kinds), (), (columns,))
+        launch((counts.numel(), 1, 1), (*given, kinds), (), (indices.shape[-1],))
     return kinds
 
 
@@ -139,26 +128,24 @@ def of_bools(
 
     blocks: visible counts in those that show some of their scores; it may be None if none do.
     """
-    source = blocks.kinds if visible is None else visible
-    device, sizes = source.device, _sizes_of(grid, most_partial)
-    strides, of_blocks, kind, numbers, full, whole = (0, 0, 0), None, "", (8, 8), 1, True
+    device = (blocks.kinds if visible is None else visible).device
+    sizes = _sizes_of(grid, most_partial)
+    strides, of_blocks, numbers, full, whole = (0, 0, 0), None, (8, 8, 0, 0), 1, True
     if blocks is not None:
-        of_blocks, *numbers, full = blocks
-        kind, whole = str(of_blocks.dtype), all(x % BLOCK_ROWS == 0 for x in numbers)
-    with on_device(source):
-        if visible is not None:
-            visible = _in_words(visible)
-            strides = visible.stride()[:3]
-        kinds, work = sizes.kinds_and_work(device, torch.zeros)
-        words = [
-            torch.empty((count, BLOCK_ROWS), dtype=torch.int64, device=device)
-            for count in sizes.num_blocks
-        ]
-        types = f"{visible is None} {kind}"
+        of_blocks, full = blocks.kinds, blocks.full
+        numbers = blocks.block_q, blocks.block_k, *of_blocks.shape[2:]
+        whole = all(x % BLOCK_ROWS == 0 for x in numbers[:2])
+    if visible is not None:
+        visible = _in_words(visible)
+        strides = visible.stride()[:3]
+    kinds = torch.empty(sizes.num_blocks, dtype=torch.int8, device=device)
+    words = torch.empty((sizes.num_blocks, BLOCK_ROWS), dtype=torch.int64, device=device)
+    types = visible is None, of_blocks if of_blocks is None else of_blocks.dtype
+    with on_device(device):
         launch = _launch("bits_kernel", types, device.index, FULL=full, WHOLE=whole)
-        tensors = visible, of_blocks, *words, *kinds, *work
-        launch(sizes.pairs, tensors, strides, (grid.heads, grid.rows, grid.columns, *numbers))
-        return _listed(sizes, kinds, work, (None, None, *words), 0)
+        numbers = grid.heads, grid.rows, grid.columns, *numbers
+        launch(sizes.pairs, (visible, of_blocks, words, kinds), strides, numbers)
+        return _listed(sizes, Source("bits"), words, None, kinds)
 
 
 def _in_words(visible: Tensor) -> Tensor:
@@ -172,23 +159,19 @@ def _in_words(visible: Tensor) -> Tensor:
 
 
 class _Sizes(NamedTuple):
-    """Of the lists of queries and of keys. shapes: of their entries. num_blocks, capacities: their
-    blocks and bit tiles. of_masks: masks, queries, keys. lists: the grid of a kernel of all lists;
-    pairs: of one with a program for 128 queries and 128 keys; tiles: for each bit tile."""
+    """num_blocks: of queries and of keys together. views: shape, strides and place of the entries
+    and of ``BlockLists.work`` of either side in one tensor of ``num_numbers``. capacities: of their
+    bit tiles. of_masks: masks, queries, keys. lists: the grid of a kernel of all lists; tiles: of one that shares out their bit tiles;
+    pairs: of one with a program for 128 queries and 128 keys."""
 
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    of_work: tuple[tuple[int, ...], tuple[int, ...]]
-    num_blocks: tuple[int, int]
+    num_blocks: int
+    num_numbers: int
+    views: tuple[tuple, ...]
     capacities: tuple[int, int]
     of_masks: tuple[int, int, int]
     lists: tuple[int, int, int]
-    pairs: tuple[int, int, int]
     tiles: tuple[int, int, int]
-
-    def kinds_and_work(self, device: torch.device, empty) -> tuple[list[Tensor], list[Tensor]]:
-        """Of either side: room for the kinds, int8, and for ``BlockLists.work``."""
-        kinds = [torch.empty(x, dtype=torch.int8, device=device) for x in self.shapes]
-        return kinds, [empty(x, dtype=torch.int32, device=device) for x in self.of_work]
+    pairs: tuple[int, int, int]
 
 
 @lru_cache(maxsize=256)
@@ -199,34 +182,41 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
         of if most is None else min(most, of)
         for of, most in zip(num_blocks, most_partial, strict=True)
     )
+    views, end = [], 0
+    for shape in (*shapes, *((*x[:3], 4) for x in shapes)):
+        strides = tuple(prod(shape[i + 1 :]) for i in range(4))
+        views.append((shape, strides, end))
+        end += -(-prod(shape) // 32) * 32  # 128 bytes
+    num_lists = num_masks * max(x[2] for x in shapes)
+    parts = max(1, *(-(-of // (num_masks * x[2])) for of, x in zip(capacities, shapes, strict=True)))
     return _Sizes(
-        shapes,
-        tuple((*x[:3], 4) for x in shapes),
-        num_blocks,
+        sum(num_blocks),
+        end,
+        tuple(views),
         capacities,
         (num_masks, grid.rows, grid.columns),
-        (num_masks * max(x[2] for x in shapes), 2, 1),
+        (num_lists, 2, 1),
+        (num_lists, 2, min(parts, MOST_PARTS)),
         (shapes[1][2], shapes[0][2], num_masks),
-        (max(capacities), 2, 1),
     )
 
 
 def _listed(
-    sizes: _Sizes,
-    kinds: list[Tensor],
-    work: list[Tensor],
-    source: tuple[Tensor | None, ...],
-    n: int,
+    sizes: _Sizes, source: Source, tensor: Tensor | None, ends: Tensor | None, kinds: Tensor
 ) -> tuple[BlockLists, BlockLists]:
-    device = kinds[0].device
-    entries = [torch.empty(x, dtype=torch.int32, device=device) for x in sizes.shapes]
-    tiles = [
-        torch.empty((most, BLOCK_ROWS), dtype=torch.int64, device=device)
-        for most in sizes.capacities
-    ]
-    launch = _launch("lists_kernel", "kinds", device.index)
-    launch(sizes.lists, (*kinds, *work, *entries), (), sizes.of_masks)
-    launch = _launch("tiles_kernel", "bools" if source[0] is None else "spans", device.index)
-    numbers = *sizes.of_masks, n, *sizes.capacities
-    launch(sizes.tiles, (*source, *work, *entries, *tiles), (), numbers)
-    return BlockLists(entries[0], work[0], tiles[0]), BlockLists(entries[1], work[1], tiles[1])
+    """tensor, ends: contiguous ones of the source, or the words of bits. kinds: room for those of
+    all blocks, or with bits their kinds."""
+    device = kinds.device
+    numbers = torch.empty(sizes.num_numbers, dtype=torch.int32, device=device)
+    shape = sum(sizes.capacities), BLOCK_ROWS
+    tiles = torch.empty(shape, dtype=torch.int64, device=device).split_with_sizes(sizes.capacities)
+    lists = [numbers.as_strided(*x) for x in sizes.views]
+    kind, _, _, causal, n, reach = source
+    types = None if tensor is None else tensor.dtype
+    about = *sizes.of_masks, n, *reach
+    launch = _launch("lists_kernel", types, device.index, SOURCE=kind, CAUSAL=causal)
+    launch(sizes.lists, (tensor, ends, kinds, *lists), (), about)
+    launch = _launch("tiles_kernel", types, device.index, SOURCE=kind, CAUSAL=causal)
+    launch(sizes.tiles, (tensor, ends, *lists, *tiles), (), (*about, *sizes.capacities))
+    (entries_q, entries_k, work_q, work_k), (tiles_q, tiles_k) = lists, tiles
+    return BlockLists(entries_q, work_q, tiles_q), BlockLists(entries_k, work_k, tiles_k)

@@ -13,6 +13,12 @@ FIELDS = tl.constexpr(4)  # of a work tile: full blocks, full and partial ones, 
 
 
 @triton.jit
+def start_of_keys(num_masks, queries, keys):
+    """The number of blocks of 128 queries and 64 keys, behind which those of lists of keys are."""
+    return tl.cast(num_masks, tl.int64) * tl.cdiv(queries, ROWS) * tl.cdiv(keys, COLUMNS)
+
+
+@triton.jit
 def in_work_order(work_ptr, lists, block, BLOCK: tl.constexpr):
     """The block of BLOCK rows that a program computes: those with most work come first.
 
