@@ -117,7 +117,7 @@ SAMPLES = {
         *(OF_BLOCKS, (8192, 8192, 1024)),
     ),
     "bits-of-kinds": ("bits_kernel", (None, "u8", "i64", "i8"), BITS, OF_BLOCKS, (0, 0, 0)),
-    "block-kinds": ("block_kinds_kernel", ("i32",) * 5, {"BLOCKS": triton_lists.BLOCKS}, (64,)),
+    "block-kinds": ("block_kinds_kernel", ("i32",) * 5, {}, (64,)),
 }
 for source, types in SOURCES.items():
     about = {"SOURCE": source, "CAUSAL": True}

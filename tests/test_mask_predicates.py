@@ -1,56 +1,149 @@
-"""mask_mods computed by broadcast positions: the scores of torch.vmap, or left to it."""
+"""mask_mods as code of kernels: the scores of torch.vmap, or left to it."""
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
+from helpers import GPU
+from torch.nn.attention.flex_attention import (
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
 
-from flashattn3.masks import predicates
+from flashattn3 import masks
+from flashattn3.masks import triton_lists
+from flashattn3.masks.predicates import code_of
 
-IDS = torch.arange(60) // 7 % 5
+triton = pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if GPU else "cpu")
+IDS = (torch.arange(60) // 7 % 5).to(DEVICE)
 OF_BATCH = torch.stack([IDS, IDS + 1])
-SHIFT = torch.tensor([3, 250, 7], dtype=torch.uint8)
-LIMIT = torch.tensor(260)
-WORDS = torch.arange(60 * 4).view(60, 4) % 9
+STRIDED = torch.arange(180, device=DEVICE).view(60, 3)[:, 1] % 11
+SHIFT = torch.tensor([3, 250, 7], dtype=torch.uint8, device=DEVICE)
+LIMIT = torch.tensor(260, device=DEVICE)
+WORDS = torch.arange(60 * 4, device=DEVICE).view(60, 4) % 9
+KNOWN = torch.arange(60, device=DEVICE) % 3 == 0
+HEIGHT = torch.arange(60, device=DEVICE) / 7
+SMALL = torch.arange(-30, 30, dtype=torch.int8, device=DEVICE)
 
 
 def causal(b, h, q, k):
     return q >= k
 
 
-# name: mask_mod, whether it is computed at once
+def of_class(b, h, q, k):
+    return q >= k if isinstance(q, torch.Tensor) else q < k
+
+
+# name: mask_mod, whether it has code
 MODS = {
     "causal": (causal, True),
     "documents": (lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k), True),
     "of batch and head": (lambda b, h, q, k: (OF_BATCH[b, q] != 2) | (k < SHIFT[h]), True),
     "joined": (and_masks(causal, or_masks(causal, lambda b, h, q, k: k % 3 == 0)), True),
     "promotion": (lambda b, h, q, k: SHIFT[h] + LIMIT > 10 * k, True),
+    "bytes that overflow": (lambda b, h, q, k: SHIFT[h] + 9 > k, True),
     "functions": (lambda b, h, q, k: torch.where(q > 9, (q - k).abs() <= 5, k < 4), True),
+    "extremes": (lambda b, h, q, k: torch.minimum(q, k + LIMIT) < k.clamp(5, 30), True),
     "nothing": (noop_mask, True),
-    "an int beside an index": (lambda b, h, q, k: WORDS[q, 1] <= WORDS[k, 1], True),
+    "an int beside an index": (lambda b, h, q, k: WORDS[q, 1] <= WORDS[k, -1], True),
+    "a column": (lambda b, h, q, k: WORDS[:, 1][q] <= STRIDED[k], True),
+    "negative indices": (lambda b, h, q, k: IDS[q - 60] == IDS[-k - 1], True),
+    "bools": (lambda b, h, q, k: (KNOWN[q] > KNOWN[k]) | ~KNOWN[k] ^ (q < 3), True),
+    "quotients": (lambda b, h, q, k: (q - k) // 7 == (k - 25) % -4 - SMALL[q] // 5, True),
+    "floats": (lambda b, h, q, k: HEIGHT[q] * 0.3 + HEIGHT[k] > 0.1 * k - 1, True),
+    "wide ints": (lambda b, h, q, k: (q * 2**40) % (2**35 + 1) > k * 2**29, True),
+    "a length": (lambda b, h, q, k: q + k < len(IDS) + IDS.shape[0] // 3, True),
+    "dtypes": (lambda b, h, q, k: (q.to(torch.uint8) * 9).int() > (k > 2).long() * 70, True),
+    "logical": (lambda b, h, q, k: torch.logical_or(q % 5, k) & torch.logical_not(k % 4), True),
     "rows of a table": (lambda b, h, q, k: (WORDS[q] == WORDS[k]).any(), False),
     "a vector": (lambda b, h, q, k: ((IDS[:4] == q % 5) & (IDS[:4] <= k)).any(), False),
     "the number of axes": (lambda b, h, q, k: (q >= k) if q.ndim == 0 else (q < k), False),
     "a shape": (lambda b, h, q, k: q >= k + len(q.shape), False),
     "a sum": (lambda b, h, q, k: q.sum() >= k, False),
     "a stack": (lambda b, h, q, k: torch.stack([q >= k, k < 2]).any(0), False),
+    "a class": (of_class, False),
+    "a quotient of floats": (lambda b, h, q, k: q / (k + 1) < 0.7, False),
+    "a word": (lambda b, h, q, k: (k.float() < 3) & torch.isfinite(q.float()), False),
 }
 # The same for the vmap of torch 2.9, which takes no int beside an index.
-WORD = WORDS[:, 1]
-OF_VMAP = {"an int beside an index": lambda b, h, q, k: WORD[q] <= WORD[k]}
+FIRST, LAST = WORDS[:, 1], WORDS[:, -1]
+OF_VMAP = {"an int beside an index": lambda b, h, q, k: FIRST[q] <= LAST[k]}
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_a_mask_mod_sees_the_scores_that_vmap_sees(name):
-    mask_mod, at_once = MODS[name]
+def test_a_mask_mod_sees_the_scores_that_vmap_sees(name, monkeypatch):
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    mask_mod, has_code = MODS[name]
+    assert (code_of(mask_mod, DEVICE) is not None) == has_code
     sizes = 2, 3, 60, 50
-    found = predicates._broadcast(mask_mod, sizes, torch.device("cpu"))
-    assert (found is not None) == at_once
-    wanted = create_mask(OF_VMAP.get(name, mask_mod), *sizes, device="cpu")
-    assert torch.equal(predicates.seen_by(mask_mod, *sizes, torch.device("cpu")), wanted)
+    of_vmap = OF_VMAP.get(name, mask_mod)
+    block_size = 128 if name in ("causal", "documents", "floats") else 16
+    block_mask = create_block_mask(of_vmap, *sizes, device=DEVICE, BLOCK_SIZE=block_size)
+    block_mask.mask_mod = mask_mod
+    wanted = create_mask(of_vmap, *sizes, device=DEVICE)
+    assert torch.equal(masks.from_block_mask(block_mask).to_bool(), wanted)
 
 
-def test_an_error_of_a_mask_mod_is_its_own():
+def test_functions_that_differ_in_values_have_one_code():
+    def of(ids, limit):
+        return code_of(lambda b, h, q, k: (ids[q] == ids[k]) & (k < limit), DEVICE)
+
+    one, other = of(IDS, 5), of(IDS[:50].contiguous(), 1)
+    assert one[:2] == other[:2]
+    assert one.numbers != other.numbers
+
+
+def test_an_error_of_a_mask_mod_is_its_own(monkeypatch):
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    block_mask = create_block_mask(causal, 1, 1, 5, 5, device=DEVICE)
+    block_mask.mask_mod = lambda b, h, q, k: q if q > 3 else k
     with pytest.raises(RuntimeError, match="data-dependent"):
-        predicates.seen_by(lambda b, h, q, k: q if q > 3 else k, 1, 1, 5, 5, torch.device("cpu"))
+        masks.from_block_mask(block_mask)
+
+
+def test_an_index_out_of_bounds_reads_nothing(monkeypatch):
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    block_mask = create_block_mask(causal, 1, 1, 60, 60, device=DEVICE)
+    block_mask.mask_mod = lambda b, h, q, k: KNOWN[q + k] & KNOWN[k]
+    token = torch.arange(60, device=DEVICE)
+    wanted = (token[:, None] + token < 60) & ((token[:, None] + token) % 3 == 0) & KNOWN
+    assert torch.equal(masks.from_block_mask(block_mask).to_bool()[0, 0], wanted)
+
+
+TYPES = {torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int64: "i64"}
+TYPES[torch.float32] = "fp32"
+
+
+def stack_bytes(capability):
+    """Of the kernel of every mask_mod, compiled in a process of its own."""
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
+
+    found = {}
+    of_blocks = ("i32",) * 4, (None, "i32", None, None)
+    for (name, (mask_mod, has_code)), lists in zip(MODS.items(), cycle(of_blocks)):  # noqa: B905
+        if has_code:
+            code = code_of(mask_mod, torch.device("cpu"))
+            dtypes = tuple(x.dtype for x in code.tensors)
+            num_numbers = len(code.numbers)
+            launch = triton_lists._launch_of_code(
+                code.lines, code.seen, dtypes, num_numbers, lists, None
+            )
+            types = (*(TYPES[x] for x in dtypes), *lists, "i64", "i8")
+            numbers = 1, 8192, 8192, 128, 128, 64, 64, *code.numbers
+            compiled = compile_kernel(launch.sample(types, (), numbers), capability)
+            found[name] = resources(compiled).stack_bytes
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", (80, 90, 100))
+def test_kernels_of_mask_mods_compile_for_every_chip(capability, compilers):
+    spilled = compilers.submit(stack_bytes, capability).result()
+    assert len(spilled) == sum(has_code for _, has_code in MODS.values())
+    assert max(spilled.values()) <= 8, spilled

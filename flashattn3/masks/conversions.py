@@ -11,10 +11,10 @@ from torch import Tensor
 from ..errors import expect, shown, type_error, value_error
 from . import triton_lists
 from .arguments import checked_tensor, without_copies
-from .block_lists import Grid
+from .block_lists import BlockLists, Grid
 from .builders import MOST_BOOLS, of_block_predicate, of_predicate
 from .mask import Mask
-from .predicates import seen_by
+from .predicates import code_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -73,8 +73,10 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
     grid = Grid(*indices.shape[:2], queries, keys)
-    if triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_BOOLS and block_k % 8 == 0:
-        return _by_kernels(block_mask, grid)
+    if triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_BOOLS:
+        lists = _lists_by_kernels(block_mask, grid)
+        if lists is not None:
+            return Mask(*lists, grid.rows, grid.columns)
     partial = _dense(block_mask.kv_num_blocks, indices)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
@@ -90,16 +92,27 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     return of_block_predicate(grid, visible, partial | full, full, block_q, block_k, (None, None))
 
 
-def _by_kernels(block_mask: BlockMask, grid: Grid) -> Mask:
-    block_q, block_k = block_mask.BLOCK_SIZE
-    listed = block_mask.kv_num_blocks, block_mask.kv_indices
-    full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    kinds = triton_lists.kinds_of_block_mask(*listed, *full)
-    blocks = triton_lists.Blocks(kinds, block_q, block_k, full=2)
+def _lists_by_kernels(
+    block_mask: BlockMask, grid: Grid
+) -> tuple[BlockLists, BlockLists] | None:
+    """None for a mask_mod that torch.vmap must compute, in blocks of other than 8 n keys."""
+    code = code_of(block_mask.mask_mod, block_mask.kv_indices.device)
+    if code is None and block_mask.BLOCK_SIZE[1] % 8:
+        return None
+    lists = triton_lists.BlockMaskLists(
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+        *block_mask.BLOCK_SIZE,
+    )
+    if code is not None:
+        return triton_lists.of_code(grid, code, lists)
+    from torch.nn.attention.flex_attention import create_mask
+
     sizes = grid.batch, grid.heads, grid.rows, grid.columns
-    visible = seen_by(block_mask.mask_mod, *sizes, kinds.device)
-    lists = triton_lists.of_bools(grid, visible, (None, None), blocks)
-    return Mask(*lists, grid.rows, grid.columns)
+    visible = create_mask(block_mask.mask_mod, *sizes, device=lists.indices.device)
+    return triton_lists.of_bools(grid, visible, (None, None), lists.blocks())
 
 
 def _dense(counts: Tensor, indices: Tensor) -> Tensor:

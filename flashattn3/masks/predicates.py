@@ -1,132 +1,338 @@
-"""The mask_mod of a block mask, a function of scalar positions, computed for all scores."""
+"""The mask_mod of a block mask, a function of scalar positions, as code of a Triton kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+class Code(NamedTuple):
+    """lines: statements of a function of the positions b, h, q and k, with names t0_ptr, ... of
+    tensors, contiguous ones, and n0, ... of numbers, which fit int32. seen: the name of the
+    result."""
+
+    lines: tuple[str, ...]
+    seen: str
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
 
 
-def seen_by(
-    mask_mod: Predicate, batch: int, heads: int, queries: int, keys: int, device: torch.device
-) -> Tensor:
-    """bool (batch, heads, queries, keys), without a copy along axes that mask_mod does not read.
+def code_of(mask_mod: Callable[..., Tensor], device: torch.device) -> Code | None:
+    """None for a mask_mod that does more than computing with single scores: elementwise operations
+    of integers and bools, comparisons, and elements of tensors.
 
-    A function of single scores that computes nothing else than elementwise operations and elements
-    of tensors is called once, with positions that broadcast. torch.vmap computes others, in four
-    times as many operations and all of the memory.
+    The code has no values but those of constants that are no int32, so functions that differ in
+    others have the same code.
     """
-    sizes = batch, heads, queries, keys
-    found = _broadcast(mask_mod, sizes, device)
-    if found is None:
-        from torch.nn.attention.flex_attention import create_mask
-
-        return create_mask(mask_mod, *sizes, device=device)
-    return found.expand(sizes)
-
-
-class _NotElementwiseError(Exception):
-    pass
-
-
-def _broadcast(
-    mask_mod: Predicate, sizes: tuple[int, int, int, int], device: torch.device
-) -> Tensor | None:
-    """None for a mask_mod that does more than ``_Elementwise`` knows."""
-    count = torch.arange(max(sizes), device=device)
-    positions = []
-    for axis, size in enumerate(sizes):
-        shape = [1, 1, 1, 1]
-        shape[axis] = size
-        positions.append(count[:size].view(shape))
-    mode = _Elementwise(positions)
+    trace = _Trace(device)
+    positions = [_Score(trace, name, torch.int64) for name in "bhqk"]
     try:
-        with mode:
-            found = mask_mod(*positions)
+        with _Functions(trace):
+            seen = mask_mod(*positions)
     except Exception:  # torch.vmap raises an error of the function itself too
         return None
-    if not (mode.holds and isinstance(found, Tensor) and found.dtype == torch.bool):
+    if type(seen) is not _Score or seen._dtype != torch.bool:
         return None
-    if mode.is_of_scores(found) or found.ndim == 0:
-        return found
-    return None
+    return Code(tuple(trace.lines), seen._name, tuple(trace.tensors), tuple(trace.numbers))
 
 
-class _Elementwise(TorchFunctionMode):
-    """Follows the tensors that have an element for each score: four axes, all from the positions.
+class _UnknownError(Exception):
+    """An operation that has no code here. It is no TypeError and no AttributeError, which Python
+    would answer by trying something else."""
 
-    Under torch.vmap they are scalars. The same operations give the same elements if each one is
-    elementwise, in which case other tensors must be scalars too, or takes elements of a tensor by
-    an index for each axis. ``holds`` tells whether there were no others. Scalars of the caller get
-    four axes, because torch promotes the dtypes of scalars beside tensors in another way.
-    """
 
-    def __init__(self, positions: list[Tensor]) -> None:
+class _Trace:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lines: list[str] = []
+        self.tensors: list[Tensor] = []
+        self.numbers: list[int] = []
+
+    def new(self, expression: str, dtype: torch.dtype) -> _Score:
+        name = f"x{len(self.lines)}"
+        self.lines.append(f"{name} = {expression}")
+        return _Score(self, name, dtype)
+
+    def call(self, name: str, *args: object, **kwargs: object) -> _Score:
+        return _OPERATIONS[name](*map(self.operand, args), **kwargs)
+
+    def operand(self, x: object) -> object:
+        """x, or the score that is the only element of a tensor without axes."""
+        if type(x) is _Score or not isinstance(x, Tensor):
+            return x
+        with torch._C.DisableTorchFunction():
+            if x.ndim:
+                raise _UnknownError
+            return self.new(f"tl.load({self.tensor(x)})", x.dtype)
+
+    def tensor(self, x: Tensor) -> str:
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.dtype not in _TYPES:
+            raise _UnknownError
+        for i, known in enumerate(self.tensors):
+            if x is known:
+                return f"t{i}_ptr"
+        if not x.is_contiguous():
+            x = x.contiguous()
+        self.tensors.append(x)
+        return f"t{len(self.tensors) - 1}_ptr"
+
+    def number(self, x: int) -> str:
+        self.numbers.append(x)
+        return f"n{len(self.numbers) - 1}"
+
+    def cast(self, x: object, dtype: torch.dtype) -> str:
+        """The name of a score, or the code of a number, as dtype."""
+        if type(x) is _Score:
+            return x._name if x._dtype == dtype else _converted(x, dtype)
+        if dtype == torch.bool:
+            return f"tl.full((), {int(x)}, tl.int1)"
+        if dtype.is_floating_point:
+            return f"tl.full((), {float(x)!r}, {_TYPES[dtype]})"
+        limits = torch.iinfo(dtype)
+        if type(x) is float or not limits.min <= x <= limits.max:
+            raise _UnknownError
+        if not -(2**31) <= x < 2**31:
+            return f"tl.full((), {x}, {_TYPES[dtype]})"
+        return f"tl.cast({self.number(int(x))}, {_TYPES[dtype]})"
+
+
+def _converted(x: _Score, dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return f"({x._name} != 0)"
+    if x._dtype.is_floating_point and not dtype.is_floating_point:
+        raise _UnknownError
+    return f"{x._name}.to({_TYPES[dtype]})"
+
+
+def _fail(*_: object) -> None:
+    raise _UnknownError
+
+
+class _Score:
+    """A value of each score, in place of the scalar tensor that a mask_mod takes."""
+
+    __slots__ = ("_dtype", "_name", "_trace")
+
+    def __init__(self, trace: _Trace, name: str, dtype: torch.dtype) -> None:
+        self._trace, self._name, self._dtype = trace, name, dtype
+
+    def __getattr__(self, name: str) -> object:
+        if name == "dtype":
+            return self._dtype
+        if name == "device":
+            return self._trace.device
+        if name in _OPERATIONS:
+            return partial(self._trace.call, name, self)
+        raise _UnknownError
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None) -> object:
+        raise _UnknownError  # _Functions is active wherever scores exist
+
+    # Python asks for the truth or the class of an object in many places.
+    __bool__ = __int__ = __index__ = __float__ = __len__ = __iter__ = __contains__ = _fail
+    __getitem__ = __setitem__ = __str__ = __format__ = __hash__ = _fail
+    __class__ = property(_fail)
+
+
+class _Functions(TorchFunctionMode):
+    """Takes the functions of torch, and the operators of tensors, that get a score."""
+
+    def __init__(self, trace: _Trace) -> None:
         super().__init__()
-        self.of_scores, self.holds = list(positions), True
+        self.trace = trace
 
-    def is_of_scores(self, x: object) -> bool:
-        return any(x is known for known in self.of_scores)
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", "")
+    def __torch_function__(self, function, types, args=(), kwargs=None) -> object:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         if name == "__getitem__":
-            fits = self._takes_elements(*args)
-        elif name in _ELEMENTWISE:
-            args = tuple(map(self._with_axes, args))
-            fits = not kwargs and all(map(self._is_operand, args))
-        elif name in _NEW:
-            found = function(*args, **(kwargs or {}))
-            self.holds = self.holds and found.ndim == 0
-            return found
-        else:
-            fits = function in _PROPERTIES
-        if not fits:
-            self.holds = False
-            raise _NotElementwiseError(name)
-        found = function(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
-            self.of_scores.append(found)
-        return found
+            return self._element(*args)
+        if name in _OPERATIONS and any(type(x) is _Score for x in args):
+            return self.trace.call(name, *args, **kwargs)
+        if name in _OF_TENSORS or function in _PROPERTIES:
+            return function(*args, **kwargs)
+        raise _UnknownError
 
-    def _with_axes(self, x: object) -> object:
-        return x.view(1, 1, 1, 1) if isinstance(x, Tensor) and x.ndim == 0 else x
-
-    def _is_operand(self, x: object) -> bool:
-        if isinstance(x, Tensor):
-            return x.ndim == 4 and (x.numel() == 1 or self.is_of_scores(x))
-        return isinstance(x, (bool, int, float, torch.dtype))
-
-    def _takes_elements(self, of: object, index: object) -> bool:
-        index = index if isinstance(index, tuple) else (index,)
-        if not isinstance(of, Tensor) or self.is_of_scores(of) or len(index) != of.ndim:
-            return False
-        by_scores = False
-        for x in index:
+    def _element(self, of: Tensor, index: object) -> object:
+        index = index if type(index) is tuple else (index,)
+        if all(type(x) in (int, slice) for x in index):
+            return of[index]
+        if len(index) != of.ndim:
+            raise _UnknownError
+        trace, place, inside = self.trace, "", []
+        pointer = trace.tensor(of)
+        for x, size in zip(index, of.shape, strict=True):
             if type(x) is int:
-                continue
-            if not isinstance(x, Tensor) or x.dtype not in _INTEGERS:
-                return False
-            by_scores = by_scores or self.is_of_scores(x)
-            if x.ndim and not self.is_of_scores(x):
-                return False
-        return by_scores
+                x = range(size)[x]
+            else:
+                x = trace.operand(x)
+                if type(x) is not _Score or x._dtype not in (torch.int64, torch.int32):
+                    raise _UnknownError
+            i, n = trace.cast(x, torch.int64), trace.number(size)
+            if type(x) is _Score:
+                i = trace.new(f"tl.where({i} < 0, {i} + {n}, {i})", torch.int64)._name
+                inside.append(f"({i} >= 0) & ({i} < {n})")
+            place = f"({place}) * {n} + {i}" if place else i
+        return trace.new(
+            f"tl.load({pointer} + ({place}), mask={' & '.join(inside)}, other=0)", of.dtype
+        )
 
 
-_INTEGERS = (torch.int64, torch.int32)
-# Names of functions and of methods, as torch gives them to a mode. None writes to its arguments.
-_BINARY = ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "add", "sub", "mul", "floordiv")
-_BINARY += ("mod", "truediv", "rshift", "lshift")
-_NAMED = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "div", "floor_divide", "abs")
-_NAMED += ("neg", "remainder", "where", "minimum", "maximum", "clamp")
-_NAMED += tuple(
-    f"{kind}_{x}" for kind in ("logical", "bitwise") for x in ("and", "or", "xor", "not")
+@lru_cache(maxsize=1024)
+def _promoted(a: torch.dtype, b: torch.dtype | type) -> torch.dtype:
+    """Of scalar tensors, or of one and a number."""
+    with torch._C.DisableTorchFunction():
+        other = torch.empty((), dtype=b) if isinstance(b, torch.dtype) else b(1)
+        return torch.result_type(torch.empty((), dtype=a), other)
+
+
+def _common(*operands: object) -> tuple[_Trace, torch.dtype, list[str]]:
+    """The dtype that torch computes in, and the operands in it."""
+    trace, dtype = None, None
+    for x in operands:
+        if type(x) is _Score:
+            trace, dtype = x._trace, _promoted(dtype, x._dtype) if dtype else x._dtype
+    for x in operands:
+        if type(x) is not _Score:
+            if type(x) not in (bool, int, float):
+                raise _UnknownError
+            dtype = _promoted(dtype, type(x))
+    if dtype not in _TYPES:
+        raise _UnknownError
+    return trace, dtype, [trace.cast(x, dtype) for x in operands]
+
+
+def _compare(sign: str, a: object, b: object) -> _Score:
+    trace, dtype, (a, b) = _common(a, b)
+    if dtype == torch.bool:  # Triton compares signed bits
+        a, b = (f"tl.cast({x}, tl.int32)" for x in (a, b))
+    return trace.new(f"{a} {sign} {b}", torch.bool)
+
+
+def _compute(form: str, kinds: str, a: object, b: object) -> _Score:
+    """kinds: of the dtypes that torch computes as the form does: i(ntegers), f(loats), b(ools)."""
+    trace, dtype, (a, b) = _common(a, b)
+    if _kind(dtype) not in kinds:
+        raise _UnknownError
+    return trace.new(form.format(a, b), dtype)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "b" if dtype == torch.bool else "f" if dtype.is_floating_point else "i"
+
+
+def _logical(sign: str, a: _Score, b: _Score) -> _Score:
+    trace = _common(a, b)[0]
+    a, b = (trace.cast(x, torch.bool) for x in (a, b))
+    return trace.new(f"{a} {sign} {b}", torch.bool)
+
+
+def _unary(form: str, kinds: str, x: _Score) -> _Score:
+    if _kind(x._dtype) not in kinds:
+        raise _UnknownError
+    return x._trace.new(form.format(x._name), x._dtype)
+
+
+def _invert(x: _Score) -> _Score:
+    return _unary("~{}" if x._dtype != torch.bool else "({} == 0)", "ib", x)
+
+
+def _logical_not(x: _Score) -> _Score:
+    return _invert(_to(x, torch.bool))
+
+
+def _to(x: _Score, dtype: torch.dtype) -> _Score:
+    if dtype not in _TYPES:
+        raise _UnknownError
+    return x._trace.new(x._trace.cast(x, dtype), dtype)
+
+
+def _where(condition: _Score, a: object, b: object) -> _Score:
+    if type(condition) is not _Score or condition._dtype != torch.bool:
+        raise _UnknownError
+    if type(a) is not _Score and type(b) is not _Score:  # two numbers: torch's default dtypes
+        raise _UnknownError
+    trace, dtype, (a, b) = _common(a, b)
+    return trace.new(f"tl.where({condition._name}, {a}, {b})", dtype)
+
+
+def _clamp(x: _Score, min: object = None, max: object = None) -> _Score:
+    for sign, limit in (("maximum", min), ("minimum", max)):
+        if limit is not None:
+            x = _OPERATIONS[sign](x, limit)
+    return x
+
+
+def _new(value: object, x: _Score, size: object = (), *, dtype=None, device=None) -> _Score:
+    if tuple(size) != ():
+        raise _UnknownError
+    dtype = x._dtype if dtype is None else dtype
+    return x._trace.new(f"tl.full((), {x._trace.cast(value, dtype)}, {_TYPES[dtype]})", dtype)
+
+
+def _alike(value: object, x: _Score, *, dtype=None, device=None) -> _Score:
+    return _new(value, x, dtype=dtype)
+
+
+def _reversed(operation: Callable, a: object, b: object) -> _Score:
+    return operation(b, a)
+
+
+_TYPES = {
+    torch.bool: "tl.int1",
+    torch.uint8: "tl.uint8",
+    **{getattr(torch, f"int{n}"): f"tl.int{n}" for n in (8, 16, 32, 64)},
+    torch.float32: "tl.float32",
+}
+_OF_TENSORS = ("__len__", "size", "numel", "dim")
+_PROPERTIES = tuple(
+    getattr(Tensor, name).__get__ for name in ("device", "dtype", "shape", "ndim")
 )
-_NAMED += ("to", "bool", "int", "long", "float", "__invert__", "__neg__", "__abs__")
-_ELEMENTWISE = frozenset((*_NAMED, *(f"__{r}{name}__" for r in ("", "r") for name in _BINARY)))
-_NEW = frozenset(("new_ones", "new_zeros", "new_full", "new_tensor"))
-_PROPERTIES = (Tensor.device.__get__, Tensor.dtype.__get__)
+_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_COMPARISONS = {name: partial(_compare, sign) for name, sign in _SIGNS.items()}
+_BINARY = {
+    "add": partial(_compute, "{} + {}", "if"),
+    "sub": partial(_compute, "{} - {}", "if"),
+    "mul": partial(_compute, "{} * {}", "if"),
+    "floordiv": partial(_compute, "floor_divided({}, {})", "i"),
+    "mod": partial(_compute, "remainder({}, {})", "i"),
+    "and": partial(_compute, "{} & {}", "ib"),
+    "or": partial(_compute, "{} | {}", "ib"),
+    "xor": partial(_compute, "{} ^ {}", "ib"),
+}
+_NEW = {"ones": 1, "zeros": 0}
+# By the names of functions, of methods and of operators. None writes to its arguments.
+_OPERATIONS: dict[str, Callable[..., _Score]] = {
+    **_COMPARISONS,
+    **{f"__{name}__": x for name, x in (*_COMPARISONS.items(), *_BINARY.items())},
+    **{f"__r{name}__": partial(_reversed, x) for name, x in _BINARY.items()},
+    **{name: _BINARY[name] for name in ("add", "sub", "mul")},
+    **{"floor_divide": _BINARY["floordiv"], "remainder": _BINARY["mod"]},
+    **{f"bitwise_{name}": _BINARY[name] for name in ("and", "or", "xor")},
+    **{f"logical_{x}": partial(_logical, y) for x, y in (("and", "&"), ("or", "|"), ("xor", "^"))},
+    **dict.fromkeys(("__invert__", "bitwise_not"), _invert),
+    **dict.fromkeys(("__neg__", "neg"), partial(_unary, "-{}", "if")),
+    **dict.fromkeys(("__abs__", "abs"), partial(_unary, "tl.abs({})", "if")),
+    "logical_not": _logical_not,
+    "minimum": partial(_compute, "tl.minimum({}, {})", "i"),
+    "maximum": partial(_compute, "tl.maximum({}, {})", "i"),
+    "where": _where,
+    "clamp": _clamp,
+    "to": _to,
+    **{x: partial(_to, dtype=getattr(torch, x)) for x in ("bool", "int", "long", "float")},
+    **{f"new_{name}": partial(_new, value) for name, value in _NEW.items()},
+    **{f"{name}_like": partial(_alike, value) for name, value in _NEW.items()},
+}
+
+
+def _operator(name: str) -> Callable[..., _Score]:
+    return lambda self, *args: self._trace.call(name, self, *args)
+
+
+for _name in _OPERATIONS:
+    if _name.startswith("__"):
+        setattr(_Score, _name, _operator(_name))

@@ -21,8 +21,8 @@ from .block_lists import BLOCK_ROWS, BlockLists, Grid
 
 if TYPE_CHECKING:
     from ..backends.triton.kernels.variable_launch import VariableLaunch
+    from .predicates import Code
 
-BLOCKS = 64  # entries of a block mask that a program reads at once
 MOST_PARTS = 32  # programs that share the bit tiles of a list
 OLDEST = 8, 0  # compute capability
 
@@ -44,6 +44,20 @@ def on_device(device: torch.device) -> torch.cuda.device | nullcontext:
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(device)
+
+
+@lru_cache(maxsize=1024)
+def _launch_of_code(
+    lines: tuple[str, ...], seen: str, types: tuple[torch.dtype, ...], num_numbers: int,
+    of_blocks: tuple[bool, bool], index: int | None,
+) -> VariableLaunch:  # fmt: skip
+    """That of a mask_mod. Products and sums of floats are rounded one by one, as torch does."""
+    from ..backends.triton.kernels.mask_mods import kernel_of
+    from ..backends.triton.kernels.variable_launch import VariableLaunch
+
+    kernel = kernel_of(lines, seen, len(types), num_numbers)
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    return VariableLaunch(kernel, len(types) + 6, {}, options)
 
 
 @cache
@@ -90,32 +104,41 @@ def of_source(
         return _listed(sizes, source, *tensors, kinds)
 
 
+class BlockMaskLists(NamedTuple):
+    """The lists of blocks of a block mask: the numbers and indices of those that it lists, and of
+    full ones or None. They are int32; the first ``counts`` of each list count."""
+
+    counts: Tensor
+    indices: Tensor
+    full_counts: Tensor | None
+    full_indices: Tensor | None
+    block_q: int
+    block_k: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether 128 x 128 scores are of one block."""
+        return self.block_q % BLOCK_ROWS == 0 and self.block_k % BLOCK_ROWS == 0
+
+    def blocks(self) -> Blocks:
+        given = [x if x is None else x.contiguous() for x in self[:4]]
+        indices = self.indices
+        kinds = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+        with on_device(indices.device):
+            launch = _launch("block_kinds_kernel", given[2] is None, indices.device.index)
+            launch((self.counts.numel(), 1, 1), (*given, kinds), (), (indices.shape[-1],))
+        return Blocks(kinds, self.block_q, self.block_k, full=2)
+
+
 class Blocks(NamedTuple):
     """kinds: integers (batch, heads, blocks of queries, blocks of keys), contiguous, of blocks of
-    block_q x block_k scores, block_k a multiple of 8: ``full`` shows all, 0 none, and 1 some unless
-    it is ``full``. There may be more blocks than the mask's scores have."""
+    block_q x block_k scores: ``full`` shows all, 0 none, and 1 some unless it is ``full``. There
+    may be more blocks than the mask's scores have."""
 
     kinds: Tensor
     block_q: int
     block_k: int
     full: int
-
-
-def kinds_of_block_mask(
-    counts: Tensor, indices: Tensor, full_counts: Tensor | None, full_indices: Tensor | None
-) -> Tensor:
-    """``Blocks.kinds`` of the blocks that a block mask lists, where 2 is full: int32, of the shape
-    of indices, of which the first ``counts`` of each list count. All are int32."""
-    given = (
-        x if x is None else x.contiguous() for x in (counts, indices, full_counts, full_indices)
-    )
-    kinds = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
-    with on_device(indices.device):
-        launch = _launch(
-            "block_kinds_kernel", full_counts is None, indices.device.index, BLOCKS=BLOCKS
-        )
-        launch((counts.numel(), 1, 1), (*given, kinds), (), (indices.shape[-1],))
-    return kinds
 
 
 def of_bools(
@@ -127,24 +150,53 @@ def of_bools(
     """The same of a bool tensor (batch, heads, queries, keys) with any strides, read once.
 
     blocks: visible counts in those that show some of their scores; it may be None if none do.
+        block_k is a multiple of 8.
     """
     device = (blocks.kinds if visible is None else visible).device
-    sizes = _sizes_of(grid, most_partial)
     strides, of_blocks, numbers, full, whole = (0, 0, 0), None, (8, 8, 0, 0), 1, True
     if blocks is not None:
-        of_blocks, full = blocks.kinds, blocks.full
-        numbers = blocks.block_q, blocks.block_k, *of_blocks.shape[2:]
-        whole = all(x % BLOCK_ROWS == 0 for x in numbers[:2])
+        of_blocks, *sizes, full = blocks
+        whole = all(x % BLOCK_ROWS == 0 for x in sizes)
+        numbers = *sizes, *of_blocks.shape[2:]
     if visible is not None:
         visible = _in_words(visible)
         strides = visible.stride()[:3]
+    types = visible is None, of_blocks if of_blocks is None else of_blocks.dtype
+    launch = _launch("bits_kernel", types, device.index, FULL=full, WHOLE=whole)
+    return _of_bits(launch, grid, (visible, of_blocks), strides, numbers, device, most_partial)
+
+
+def of_code(grid: Grid, code: Code, lists: BlockMaskLists) -> tuple[BlockLists, BlockLists]:
+    """The same of a mask_mod, computed in partial blocks."""
+    lines, seen, tensors, numbers = code
+    device = lists.indices.device
+    if lists.is_whole:
+        of_blocks = [x if x is None else x.contiguous() for x in lists[:4]]
+    else:
+        of_blocks = None, lists.blocks().kinds, None, None
+    about = tuple(x.dtype for x in tensors), len(numbers)
+    about = *about, (of_blocks[0] is None, of_blocks[2] is None), device.index
+    launch = _launch_of_code(lines, seen, *about)
+    numbers = lists.block_q, lists.block_k, *lists.indices.shape[2:], *numbers
+    return _of_bits(launch, grid, (*tensors, *of_blocks), (), numbers, device, (None, None))
+
+
+def _of_bits(
+    launch: VariableLaunch,
+    grid: Grid,
+    tensors: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+    numbers: tuple[int, ...],
+    device: torch.device,
+    most_partial: tuple[int | None, int | None],
+) -> tuple[BlockLists, BlockLists]:
+    """The lists of what a kernel like ``bits_kernel`` finds."""
+    sizes = _sizes_of(grid, most_partial)
     kinds = torch.empty(sizes.num_blocks, dtype=torch.int8, device=device)
     words = torch.empty((sizes.num_blocks, BLOCK_ROWS), dtype=torch.int64, device=device)
-    types = visible is None, of_blocks if of_blocks is None else of_blocks.dtype
+    numbers = grid.heads, grid.rows, grid.columns, *numbers
     with on_device(device):
-        launch = _launch("bits_kernel", types, device.index, FULL=full, WHOLE=whole)
-        numbers = grid.heads, grid.rows, grid.columns, *numbers
-        launch(sizes.pairs, (visible, of_blocks, words, kinds), strides, numbers)
+        launch(sizes.pairs, (*tensors, words, kinds), strides, numbers)
         return _listed(sizes, Source("bits"), words, None, kinds)
 
 

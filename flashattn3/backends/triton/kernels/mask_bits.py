@@ -6,21 +6,22 @@ import triton.language as tl
 from .block_lists import COLUMNS, ROWS, start_of_keys
 from .mask_spans import lowest
 
+LISTED = tl.constexpr(128)  # blocks of a block mask's list that a program reads at once
+
 
 @triton.jit(do_not_specialize=["num_blocks_k"])
 def block_kinds_kernel(
-    counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, kinds_ptr, num_blocks_k,
-    BLOCKS: tl.constexpr,
-):  # fmt: skip
+    counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, kinds_ptr, num_blocks_k
+):
     """The kinds of the blocks of a block mask: 1 where it lists a block, 2 where it lists a full
     one, 0 elsewhere. kinds: int32 (lists, num_blocks_k). Grid: lists."""
     row = tl.program_id(0).to(tl.int64)
-    kinds, places = kinds_ptr + row * num_blocks_k, tl.arange(0, BLOCKS)
-    for first in range(0, num_blocks_k, BLOCKS):
+    kinds, places = kinds_ptr + row * num_blocks_k, tl.arange(0, LISTED)
+    for first in range(0, num_blocks_k, LISTED):
         blocks = first + places
         tl.store(kinds + blocks, blocks * 0, mask=blocks < num_blocks_k)
     tl.debug_barrier()
-    for first in range(0, num_blocks_k, BLOCKS):
+    for first in range(0, num_blocks_k, LISTED):
         listed = first + places < tl.load(counts_ptr + row)
         entries = indices_ptr + row * num_blocks_k + first + places
         tl.atomic_max(kinds + tl.load(entries, mask=listed, other=0), 1, mask=listed)
@@ -102,23 +103,97 @@ def bits_kernel(
     # Products whose highest byte has the sum of the eight bytes, and the bits of the eight.
     counts = ((seen * 0x0101010101010101) >> 56).to(tl.int32) & 0xFF
     bytes_of_keys = ((seen * 0x0102040810204080) >> 56) & 0xFF
+    bits = seen << (tl.arange(0, ROWS) % 8).to(tl.int64)[:, None]
+    of_queries = tl.sum(tl.reshape(bits, (WORDS, 8, WORDS)), 1)  # eight queries of eight keys
     eight = tl.arange(0, 8).to(tl.int64)
+    bytes_of_queries = (of_queries[:, :, None] >> (8 * eight)[None, None, :]) & 0xFF
+    _store_bits(words_ptr, kinds_ptr, bytes_of_keys, tl.reshape(bytes_of_queries, (WORDS, ROWS)),
+                counts, queries, keys)  # fmt: skip
 
+
+@triton.jit
+def _store_bits(words_ptr, kinds_ptr, bytes_of_keys, bytes_of_queries, counts, queries, keys):
+    """The bits and the kinds of this program's blocks, as ``bits_kernel`` says.
+
+    bytes: int64, the bits of eight keys or queries, (128 queries, 16), (16, 128 keys). counts: of
+        the scores in the former.
+    """
+    k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    eight = 8 * tl.arange(0, 8).to(tl.int64)
     row_list = mask_idx * tl.cdiv(queries, ROWS) + q_block
-    words = tl.sum(tl.reshape(bytes_of_keys, (ROWS, 2, 8)) << (8 * eight)[None, None, :], 2)
+    words = tl.sum(tl.reshape(bytes_of_keys, (ROWS, 2, 8)) << eight[None, None, :], 2)
     of_pair = tl.sum(tl.sum(tl.reshape(counts, (ROWS, 2, 8)), 2), 0)
     whole = tl.minimum(queries - q_block * ROWS, ROWS) * COLUMNS
     _store_pair(words_ptr, kinds_ptr, row_list, k_block, tl.trans(words), of_pair, whole,
                 tl.cdiv(keys, COLUMNS))  # fmt: skip
 
     row_list = mask_idx * tl.cdiv(keys, ROWS) + k_block
-    bits = seen << (tl.arange(0, ROWS) % 8).to(tl.int64)[:, None]
-    of_queries = tl.sum(tl.reshape(bits, (WORDS, 8, WORDS)), 1)  # eight queries of eight keys
-    bytes_of_queries = (of_queries[:, :, None] >> (8 * eight)[None, None, :]) & 0xFF
-    bytes_of_queries = tl.reshape(bytes_of_queries, (2, 8, ROWS))
-    words = tl.sum(bytes_of_queries << (8 * eight)[None, :, None], 1)
+    words = tl.sum(tl.reshape(bytes_of_queries, (2, 8, ROWS)) << eight[None, :, None], 1)
     of_pair = tl.sum(tl.reshape(tl.sum(counts, 1), (2, COLUMNS)), 1)
     whole = tl.minimum(keys - k_block * ROWS, ROWS) * COLUMNS
     of_keys = start_of_keys(tl.num_programs(2), queries, keys)
     _store_pair(words_ptr + of_keys * ROWS, kinds_ptr + of_keys, row_list, q_block, words, of_pair,
                 whole, tl.cdiv(queries, COLUMNS))  # fmt: skip
+
+
+@triton.jit
+def store_scores(words_ptr, kinds_ptr, seen, queries, keys):
+    """The bits and the kinds of this program's blocks from a bool for each score, (128, 128)."""
+    WORDS: tl.constexpr = ROWS // 8
+    bits, eight = seen.to(tl.int32), tl.arange(0, 8)
+    of_keys = tl.reshape(bits, (ROWS, WORDS, 8))
+    of_queries = tl.reshape(bits, (WORDS, 8, ROWS)) << eight[None, :, None]
+    bytes_of_keys = tl.sum(of_keys << eight[None, None, :], 2).to(tl.int64)
+    bytes_of_queries = tl.sum(of_queries, 1).to(tl.int64)
+    _store_bits(words_ptr, kinds_ptr, bytes_of_keys, bytes_of_queries, tl.sum(of_keys, 2), queries,
+                keys)  # fmt: skip
+
+
+@triton.jit
+def _is_listed(counts_ptr, indices_ptr, row_list, column, num_columns):
+    """1 if a list of a block mask has the column, else 0."""
+    count, entries = tl.load(counts_ptr + row_list), indices_ptr + row_list * num_columns
+    found = tl.zeros((LISTED,), dtype=tl.int32)
+    for first in range(0, count, LISTED):
+        places = first + tl.arange(0, LISTED)
+        found |= (tl.load(entries + places, mask=places < count, other=-1) == column).to(tl.int32)
+    return tl.max(found, 0)
+
+
+@triton.jit
+def kinds_of_scores(blocks_ptr, query, key, blocks):
+    """int32 (128, 128): the kind of each score's block, as ``bits_kernel`` takes kinds, where 2 is
+    full; and whether one is 1.
+
+    blocks_ptr: of a block mask the numbers and indices of blocks of each list, and the same of full
+        blocks or None, where all scores are of one block; otherwise None and the kinds.
+    query: (128, 1), key: (1, 128). blocks: sizes of a block and the numbers of blocks.
+    """
+    first_row = tl.program_id(2) * tl.cast(blocks[2], tl.int64)
+    if blocks_ptr[0] is None:
+        kinds = blocks_ptr[1] + first_row * blocks[3]
+        kind = tl.load(kinds + query // blocks[0] * blocks[3] + key // blocks[1]).to(tl.int32)
+        has_partial = tl.max((kind == 1).to(tl.int32), None) != 0
+    else:
+        row_list = first_row + tl.program_id(1) * ROWS // blocks[0]
+        column = tl.program_id(0) * ROWS // blocks[1]
+        of_all = _is_listed(blocks_ptr[0], blocks_ptr[1], row_list, column, blocks[3])
+        if blocks_ptr[2] is not None:
+            full = _is_listed(blocks_ptr[2], blocks_ptr[3], row_list, column, blocks[3])
+            of_all = tl.maximum(of_all, 2 * full)
+        has_partial = of_all == 1
+        kind = of_all + tl.zeros((ROWS, ROWS), dtype=tl.int32)
+    return kind, has_partial
+
+
+@triton.jit
+def floor_divided(a, b):
+    """a // b of Python, where Triton's quotient of integers is rounded towards 0."""
+    return a // b - (((a % b) != 0) & ((a < 0) != (b < 0))).to(a.dtype)
+
+
+@triton.jit
+def remainder(a, b):
+    """a % b of Python, where Triton's remainder has the sign of a."""
+    found = a % b
+    return tl.where((found != 0) & ((found < 0) != (b < 0)), found + b, found)
