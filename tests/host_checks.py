@@ -572,6 +572,88 @@ def check_a_mask(host):
             launch.forward(of._replace(**{name: value}))
 
 
+def check_calls_with_a_mask_that_differ_in_one_property(host):
+    """The launches that the operators find by a mask object are those that Python plans, whichever
+    other calls with this object, of its sizes, or without a mask they have kept before."""
+
+    def given(batch=2, heads=(4, 2), d=64, dv=64, dtype=torch.bfloat16):
+        sizes = (heads[0], d), (heads[1], d), (heads[1], dv)
+        return [torch.randn(batch, 56, *size).to(dtype) for size in sizes]
+
+    def strided(which):
+        """Memory of heads before tokens, or of rows that are longer than head_dim."""
+        tensors = given()
+        x = tensors[which]
+        if which == 1:
+            tensors[1] = x.transpose(1, 2).contiguous().transpose(1, 2)
+        else:
+            tensors[which] = torch.nn.functional.pad(x, (0, 64))[..., :64]
+        return tensors
+
+    mask, other = masks.documents([20, 36], causal=True), masks.documents([30, 26], causal=True)
+    alive = []
+
+    def passes(make, mask, gradients, options):
+        """Events of a call with new tensors: words that are theirs or the mask's, or numbers; the
+        results' layouts; whether Python looked for a plan."""
+        tensors, results = [x.requires_grad_(gradients) for x in make()], []
+        alive.append(tensors)
+
+        def both():
+            results.append(flash_attn_func(*tensors, mask=mask, **options))
+            if gradients:
+                ones = torch.ones_like(results[0])
+                results.extend(torch.autograd.grad(results[0], tensors, ones))
+
+        before = operators._plan.cache_info()[:2]
+        events = events_of(host, both)
+        names = {x.data_ptr(): name for name, x in zip("qkv", tensors, strict=True)}
+        if mask is not None:
+            names |= {x.data_ptr(): i for i, x in enumerate(mask.tensors)}
+        found, is_own = [], False
+        for name, *words in events:
+            if name in ("descriptor", "strides"):  # those of new memory may be cached
+                is_own = name == "strides" and is_own or words[0] in names
+                if is_own:
+                    found.append((name, *(names.get(x, x) for x in words)))
+            elif name == "arguments":
+                found.append((name, *(names[x] for x in words if x in names)))
+            else:
+                found.append((name, *(0 if 2**44 < x < 2**48 else x for x in words)))
+        kinds = [(x.shape, x.stride(), x.dtype) for x in results]
+        return (found, kinds), operators._plan.cache_info()[:2] != before
+
+    calls = [
+        (given, mask, {}),
+        (partial(given, dtype=torch.float16), mask, {}),
+        (partial(given, batch=1), mask, {}),
+        (partial(given, heads=(2, 2)), mask, {}),
+        (partial(given, heads=(4, 4)), mask, {}),
+        (partial(given, d=128, dv=128), mask, {}),
+        *((partial(strided, which), mask, {}) for which in range(3)),
+        (given, other, {}),
+        (given, None, {}),
+        (given, mask, {"softmax_scale": 0.3}),
+        (given, mask, {"softcap": 20.0}),
+        (given, mask, {"sinks": torch.zeros(4)}),
+    ]
+    for gradients in (False, True):
+        wanted = []
+        for make, of_call, options in calls:
+            forget_kept_calls()
+            doors._of_masks.clear()
+            found, planned = passes(make, of_call, gradients, options)
+            assert planned
+            wanted.append(found)
+        assert all(wanted[0] != found for found in wanted[1:])
+        forget_kept_calls()
+        doors._of_masks.clear()
+        for kept in (False, True, True):
+            for (make, of_call, options), call in zip(calls, wanted, strict=True):
+                found, planned = passes(make, of_call, gradients, options)
+                assert (planned, found) == (not kept, call), (make, options)
+
+
 def check_the_life_of_a_mask(host):
     """The operators keep its tensors until neither its user nor a gradient needs them."""
     tensors, mask = inputs(200), masks.window(200, 30, 0)

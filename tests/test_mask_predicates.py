@@ -121,7 +121,8 @@ TYPES[torch.float32] = "fp32"
 
 
 def stack_bytes(capability):
-    """Of the kernel of every mask_mod, compiled in a process of its own."""
+    """Of the kernel of every mask_mod, compiled in a process of its own; of every other one, which
+    reads kinds of small blocks and has 64-bit quotients, without regard to spills: -1."""
     from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     found = {}
@@ -137,7 +138,7 @@ def stack_bytes(capability):
             types = (*(TYPES[x] for x in dtypes), *lists, "i64", "i8")
             numbers = 1, 8192, 8192, 128, 128, 64, 64, *code.numbers
             compiled = compile_kernel(launch.sample(types, (), numbers), capability)
-            found[name] = resources(compiled).stack_bytes
+            found[name] = resources(compiled).stack_bytes if lists[0] else -1
     return found
 
 

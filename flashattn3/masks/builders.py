@@ -31,6 +31,7 @@ from .block_lists import (
     words_of_spans,
 )
 from .mask import Mask
+from .predicates import code_of
 
 
 def documents(
@@ -278,34 +279,24 @@ def _of_source(
     return Mask(*lists, grid.rows, grid.columns)
 
 
-# Scores of a mask whose bools the kernels may read at once: 1 GiB.
-MOST_BOOLS = 2**30
+# Scores of a mask for which the kernels may keep the bits of all blocks beside the lists: 256 MB.
+MOST_SCORES = 2**30
 
 
 def _of_predicate(grid: Grid, visible, like: Tensor, kinds, most_partial=(None, None)) -> Mask:
     """kinds: computes those of blocks of queries, or of blocks of keys, from the grid of that side,
     as ``assembled`` takes them. most_partial: of either side. like: a tensor on the device."""
-    if 0 < grid.num_scores <= MOST_BOOLS and triton_lists.serve(like.device):
-        bools = _bools_of(grid, visible, like.device)
-        lists = triton_lists.of_bools(grid, bools, most_partial)
-    else:
-        sides = (grid, False), (grid.transposed, True)
-        lists = [
-            assembled(of, kinds(of, transposed), words_of_predicate(of, visible, transposed), most)
-            for (of, transposed), most in zip(sides, most_partial, strict=True)
-        ]
+    if 0 < grid.num_scores <= MOST_SCORES and triton_lists.serve(like.device):
+        code = code_of(visible, like.device)
+        if code is not None:
+            lists = triton_lists.of_code(grid, code, None, most_partial)
+            return Mask(*lists, grid.rows, grid.columns)
+    sides = (grid, False), (grid.transposed, True)
+    lists = [
+        assembled(of, kinds(of, transposed), words_of_predicate(of, visible, transposed), most)
+        for (of, transposed), most in zip(sides, most_partial, strict=True)
+    ]
     return Mask(*lists, grid.rows, grid.columns)
-
-
-def _bools_of(grid: Grid, visible, device: torch.device) -> Tensor:
-    """bool (batch, heads, queries, keys) of a predicate of positions, computed at once."""
-    sizes = grid.batch, grid.heads, grid.rows, grid.columns
-    batch_idx, head, query, key = (torch.arange(size, device=device) for size in sizes)
-    batch_idx = batch_idx.repeat_interleave(grid.heads).view(-1, 1, 1)
-    head = head.repeat(grid.batch).view(-1, 1, 1)
-    query = query.view(1, -1, 1).expand(len(head), -1, -1)
-    key = key.view(1, 1, -1).expand(len(head), -1, -1)
-    return visible(batch_idx, head, query, key).expand(-1, *sizes[2:]).view(sizes)
 
 
 def of_predicate(grid: Grid, visible, like: Tensor) -> Mask:

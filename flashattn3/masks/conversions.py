@@ -12,7 +12,7 @@ from ..errors import expect, shown, type_error, value_error
 from . import triton_lists
 from .arguments import checked_tensor, without_copies
 from .block_lists import BlockLists, Grid
-from .builders import MOST_BOOLS, of_block_predicate, of_predicate
+from .builders import MOST_SCORES, of_block_predicate, of_predicate
 from .mask import Mask
 from .predicates import code_of
 
@@ -73,7 +73,7 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
     grid = Grid(*indices.shape[:2], queries, keys)
-    if triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_BOOLS:
+    if triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_SCORES:
         lists = _lists_by_kernels(block_mask, grid)
         if lists is not None:
             return Mask(*lists, grid.rows, grid.columns)
@@ -107,7 +107,7 @@ def _lists_by_kernels(
         *block_mask.BLOCK_SIZE,
     )
     if code is not None:
-        return triton_lists.of_code(grid, code, lists)
+        return triton_lists.of_code(grid, code, lists, (None, None))
     from torch.nn.attention.flex_attention import create_mask
 
     sizes = grid.batch, grid.heads, grid.rows, grid.columns

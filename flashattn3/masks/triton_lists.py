@@ -49,7 +49,7 @@ def on_device(device: torch.device) -> torch.cuda.device | nullcontext:
 @lru_cache(maxsize=1024)
 def _launch_of_code(
     lines: tuple[str, ...], seen: str, types: tuple[torch.dtype, ...], num_numbers: int,
-    of_blocks: tuple[bool, bool], index: int | None,
+    given: tuple[bool, ...], index: int | None,
 ) -> VariableLaunch:  # fmt: skip
     """That of a mask_mod. Products and sums of floats are rounded one by one, as torch does."""
     from ..backends.triton.kernels.mask_mods import kernel_of
@@ -166,19 +166,28 @@ def of_bools(
     return _of_bits(launch, grid, (visible, of_blocks), strides, numbers, device, most_partial)
 
 
-def of_code(grid: Grid, code: Code, lists: BlockMaskLists) -> tuple[BlockLists, BlockLists]:
-    """The same of a mask_mod, computed in partial blocks."""
+def of_code(
+    grid: Grid,
+    code: Code,
+    block_mask: BlockMaskLists | None,
+    most_partial: tuple[int | None, int | None],
+) -> tuple[BlockLists, BlockLists]:
+    """The same of a mask_mod, computed in partial blocks of a block mask, or in all."""
     lines, seen, tensors, numbers = code
-    device = lists.indices.device
-    if lists.is_whole:
-        of_blocks = [x if x is None else x.contiguous() for x in lists[:4]]
-    else:
-        of_blocks = None, lists.blocks().kinds, None, None
-    about = tuple(x.dtype for x in tensors), len(numbers)
-    about = *about, (of_blocks[0] is None, of_blocks[2] is None), device.index
-    launch = _launch_of_code(lines, seen, *about)
-    numbers = lists.block_q, lists.block_k, *lists.indices.shape[2:], *numbers
-    return _of_bits(launch, grid, (*tensors, *of_blocks), (), numbers, device, (None, None))
+    of_blocks, about = (None,) * 4, (8, 8, 0, 0)
+    if block_mask is not None:
+        *of_blocks, block_q, block_k = block_mask
+        about = block_q, block_k, *block_mask.indices.shape[2:]
+        if block_mask.is_whole:
+            of_blocks = [x if x is None else x.contiguous() for x in of_blocks]
+        else:
+            of_blocks = None, block_mask.blocks().kinds, None, None
+    device = next(x for x in (*of_blocks, *tensors) if x is not None).device
+    types = tuple(x.dtype for x in tensors)
+    given = tuple(x is None for x in of_blocks)
+    launch = _launch_of_code(lines, seen, types, len(numbers), given, device.index)
+    given = *tensors, *of_blocks
+    return _of_bits(launch, grid, given, (), (*about, *numbers), device, most_partial)
 
 
 def _of_bits(

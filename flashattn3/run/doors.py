@@ -85,7 +85,7 @@ def attend(
     scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is entries is None)
     if scores and tensors.alibi_slopes is not None:
         refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
-    if is_plain() and have_data(q, k, v) and not (scores and is_score_watched(tensors)):
+    if is_plain() and have_data(q, k, v) and not (scores and _is_score_watched(tensors, mask)):
         attend_plain = _attend_plain
         if profiler._is_profiler_enabled:
             in_rows = _transposed(tensors) if bhsd else tensors
@@ -117,11 +117,16 @@ def _cache_of_mask(options: Options, bhsd: bool, mask: Mask) -> LaunchCache:
     return found
 
 
+def _is_score_watched(tensors: Tensors, mask: Mask | None) -> bool:
+    return is_score_watched(tensors, mask is not None and mask in _of_masks)
+
+
 def _forget(caches: dict[tuple, LaunchCache]) -> None:
     for cache in caches.values():
         cache.forget()
 
 
+# Masks of eager calls that nothing watched: their tensors are never replaced.
 _of_masks: WeakKeyDictionary[Mask, dict[tuple, LaunchCache]] = WeakKeyDictionary()
 
 

@@ -170,11 +170,14 @@ def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return type(q) is type(k) is type(v) is Tensor and not q.is_meta
 
 
-def is_score_watched(tensors: Tensors) -> bool:
+def is_score_watched(tensors: Tensors, is_mask_known: bool = False) -> bool:
     """Whether what changes scores has a tensor of a subclass, other than a parameter, or without
-    data."""
+    data. is_mask_known: the tensors of the mask are known to be others."""
     given = tensors.sinks, tensors.alibi_slopes, tensors.bias
-    if tensors.mask_entries_q is not None:
+    if is_mask_known:
+        if given[0] is given[1] is given[2] is None:
+            return False
+    elif tensors.mask_entries_q is not None:
         given += tensors_of_mask(tensors)
     watched = False
     for x in given:

@@ -166,11 +166,15 @@ def kinds_of_scores(blocks_ptr, query, key, blocks):
     full; and whether one is 1.
 
     blocks_ptr: of a block mask the numbers and indices of blocks of each list, and the same of full
-        blocks or None, where all scores are of one block; otherwise None and the kinds.
+        blocks or None, where all scores are of one block; otherwise None and the kinds, or None
+        where all kinds are 1.
     query: (128, 1), key: (1, 128). blocks: sizes of a block and the numbers of blocks.
     """
     first_row = tl.program_id(2) * tl.cast(blocks[2], tl.int64)
-    if blocks_ptr[0] is None:
+    if blocks_ptr[1] is None:
+        kind = tl.full((ROWS, ROWS), 1, dtype=tl.int32)
+        has_partial = True
+    elif blocks_ptr[0] is None:
         kinds = blocks_ptr[1] + first_row * blocks[3]
         kind = tl.load(kinds + query // blocks[0] * blocks[3] + key // blocks[1]).to(tl.int32)
         has_partial = tl.max((kind == 1).to(tl.int32), None) != 0
