@@ -47,19 +47,17 @@ def _store_pair(words_ptr, kinds_ptr, row_list, pair, words, counts, whole, colu
 
 
 @triton.jit
-def _seen(visible_ptr, kinds_ptr, query, word, stride_q, sizes, blocks, FULL: tl.constexpr,
+def _seen(visible_ptr, kinds_ptr, kind, query, word, stride_q, sizes, blocks, FULL: tl.constexpr,
           WHOLE: tl.constexpr):  # fmt: skip
-    """int64 (128, 16): which keys each query sees, a byte for each; see ``bits_kernel``. sizes:
-    queries and keys. blocks: their sizes, and the number of blocks of keys."""
+    """int64 (128, 16): which keys each query sees, a byte for each; see ``bits_kernel``. kind: with
+    WHOLE that of all scores. sizes: queries and keys. blocks: their sizes, and the number of blocks
+    of keys."""
     ones: tl.constexpr = 0x0101010101010101
     inside = (query < sizes[0])[:, None] & (word * 8 < sizes[1])[None, :]
     read, seen = inside, tl.zeros((ROWS, ROWS // 8), dtype=tl.int64)
     if kinds_ptr is not None:
-        row, column = query // blocks[0] * blocks[2], word * 8 // blocks[1]
-        if WHOLE:
-            kind = tl.load(kinds_ptr + tl.min(row, 0) + tl.min(column, 0)).to(tl.int32)
-            kind = tl.zeros((ROWS, ROWS // 8), dtype=tl.int32) + kind
-        else:
+        if not WHOLE:
+            row, column = query // blocks[0] * blocks[2], word * 8 // blocks[1]
             kinds = kinds_ptr + row[:, None] + column[None, :]
             kind = tl.load(kinds, mask=inside, other=0).to(tl.int32)
         whole = lowest(8 * (sizes[1] - word * 8)) & ones
@@ -96,39 +94,47 @@ def bits_kernel(
     if visible_ptr is not None:
         visible += mask_idx // heads * tl.cast(stride_b, tl.int64)
         visible += mask_idx % heads * tl.cast(stride_h, tl.int64)
+    kind = 1
     if kinds is not None:
         kinds += mask_idx * tl.cast(blocks_q * blocks_k, tl.int64)
-    seen = _seen(visible, kinds, query, word, stride_q, (queries, keys),
-                 (block_q, block_k, blocks_k), FULL, WHOLE)  # fmt: skip
-    # Products whose highest byte has the sum of the eight bytes, and the bits of the eight.
-    counts = ((seen * 0x0101010101010101) >> 56).to(tl.int32) & 0xFF
-    bytes_of_keys = ((seen * 0x0102040810204080) >> 56) & 0xFF
-    bits = seen << (tl.arange(0, ROWS) % 8).to(tl.int64)[:, None]
-    of_queries = tl.sum(tl.reshape(bits, (WORDS, 8, WORDS)), 1)  # eight queries of eight keys
-    eight = tl.arange(0, 8).to(tl.int64)
-    bytes_of_queries = (of_queries[:, :, None] >> (8 * eight)[None, None, :]) & 0xFF
-    _store_bits(words_ptr, kinds_ptr, bytes_of_keys, tl.reshape(bytes_of_queries, (WORDS, ROWS)),
-                counts, queries, keys)  # fmt: skip
+        if WHOLE:
+            kinds += q_block * ROWS // block_q * blocks_k + k_block * ROWS // block_k
+            kind = tl.load(kinds).to(tl.int32)
+    shown = 2 * (kind == FULL).to(tl.int32) if kinds is not None and WHOLE and FULL == 1 else kind
+    if is_plain(shown, queries, keys):
+        store_kind(kinds_ptr, shown, queries, keys)
+    else:
+        seen = _seen(visible, kinds, kind, query, word, stride_q, (queries, keys),
+                     (block_q, block_k, blocks_k), FULL, WHOLE)  # fmt: skip
+        store_words(words_ptr, kinds_ptr, seen, queries, keys)
 
 
 @triton.jit
-def _store_bits(words_ptr, kinds_ptr, bytes_of_keys, bytes_of_queries, counts, queries, keys):
+def store_words(words_ptr, kinds_ptr, seen, queries, keys):
     """The bits and the kinds of this program's blocks, as ``bits_kernel`` says.
 
-    bytes: int64, the bits of eight keys or queries, (128 queries, 16), (16, 128 keys). counts: of
-        the scores in the former.
+    seen: int64 (128 queries, 16), which of eight keys are seen, a byte for each.
     """
+    WORDS: tl.constexpr = ROWS // 8
     k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    eight = 8 * tl.arange(0, 8).to(tl.int64)
+    # Products whose highest byte has the sum of the eight bytes, and the bits of the eight.
+    counts = ((seen * 0x0101010101010101) >> 56).to(tl.int32) & 0xFF
+    bytes_of_keys = ((seen * 0x0102040810204080) >> 56) & 0xFF
+    eight = tl.arange(0, 8).to(tl.int64)
+
     row_list = mask_idx * tl.cdiv(queries, ROWS) + q_block
-    words = tl.sum(tl.reshape(bytes_of_keys, (ROWS, 2, 8)) << eight[None, None, :], 2)
+    words = tl.sum(tl.reshape(bytes_of_keys, (ROWS, 2, 8)) << (8 * eight)[None, None, :], 2)
     of_pair = tl.sum(tl.sum(tl.reshape(counts, (ROWS, 2, 8)), 2), 0)
     whole = tl.minimum(queries - q_block * ROWS, ROWS) * COLUMNS
     _store_pair(words_ptr, kinds_ptr, row_list, k_block, tl.trans(words), of_pair, whole,
                 tl.cdiv(keys, COLUMNS))  # fmt: skip
 
     row_list = mask_idx * tl.cdiv(keys, ROWS) + k_block
-    words = tl.sum(tl.reshape(bytes_of_queries, (2, 8, ROWS)) << eight[None, :, None], 1)
+    bits = seen << (tl.arange(0, ROWS) % 8).to(tl.int64)[:, None]
+    of_queries = tl.sum(tl.reshape(bits, (WORDS, 8, WORDS)), 1)  # eight queries of eight keys
+    bytes_of_queries = (of_queries[:, :, None] >> (8 * eight)[None, None, :]) & 0xFF
+    bytes_of_queries = tl.reshape(bytes_of_queries, (2, 8, ROWS))
+    words = tl.sum(bytes_of_queries << (8 * eight)[None, :, None], 1)
     of_pair = tl.sum(tl.reshape(tl.sum(counts, 1), (2, COLUMNS)), 1)
     whole = tl.minimum(keys - k_block * ROWS, ROWS) * COLUMNS
     of_keys = start_of_keys(tl.num_programs(2), queries, keys)
@@ -137,16 +143,25 @@ def _store_bits(words_ptr, kinds_ptr, bytes_of_keys, bytes_of_queries, counts, q
 
 
 @triton.jit
-def store_scores(words_ptr, kinds_ptr, seen, queries, keys):
-    """The bits and the kinds of this program's blocks from a bool for each score, (128, 128)."""
-    WORDS: tl.constexpr = ROWS // 8
-    bits, eight = seen.to(tl.int32), tl.arange(0, 8)
-    of_keys = tl.reshape(bits, (ROWS, WORDS, 8))
-    of_queries = tl.reshape(bits, (WORDS, 8, ROWS)) << eight[None, :, None]
-    bytes_of_keys = tl.sum(of_keys << eight[None, None, :], 2).to(tl.int64)
-    bytes_of_queries = tl.sum(of_queries, 1).to(tl.int64)
-    _store_bits(words_ptr, kinds_ptr, bytes_of_keys, bytes_of_queries, tl.sum(of_keys, 2), queries,
-                keys)  # fmt: skip
+def store_kind(kinds_ptr, kind, queries, keys):
+    """The kind that all blocks of this program have. Only partial blocks need words."""
+    k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pair = tl.arange(0, 2)
+    kinds = (pair * 0 + kind).to(tl.int8)
+    column_blocks, columns = tl.cdiv(keys, COLUMNS), k_block * 2 + pair
+    row_list = tl.cast(mask_idx * tl.cdiv(queries, ROWS) + q_block, tl.int64)
+    tl.store(kinds_ptr + row_list * column_blocks + columns, kinds, mask=columns < column_blocks)
+    column_blocks, columns = tl.cdiv(queries, COLUMNS), q_block * 2 + pair
+    row_list = tl.cast(mask_idx * tl.cdiv(keys, ROWS) + k_block, tl.int64)
+    place = start_of_keys(tl.num_programs(2), queries, keys) + row_list * column_blocks + columns
+    tl.store(kinds_ptr + place, kinds, mask=columns < column_blocks)
+
+
+@triton.jit
+def is_plain(kind, queries, keys):
+    """Whether no block of this program is partial. kind: of all its scores, 0, 1 partial or 2."""
+    overhangs = ((tl.program_id(1) + 1) * ROWS > queries) | ((tl.program_id(0) + 1) * ROWS > keys)
+    return (kind == 0) | ((kind == 2) & (overhangs == 0))
 
 
 @triton.jit
@@ -161,33 +176,39 @@ def _is_listed(counts_ptr, indices_ptr, row_list, column, num_columns):
 
 
 @triton.jit
-def kinds_of_scores(blocks_ptr, query, key, blocks):
-    """int32 (128, 128): the kind of each score's block, as ``bits_kernel`` takes kinds, where 2 is
-    full; and whether one is 1.
+def kind_of_program(blocks_ptr, blocks):
+    """The kind, of which 2 is full, that all scores of this program have in a block mask; 1 if they
+    may have several.
 
     blocks_ptr: of a block mask the numbers and indices of blocks of each list, and the same of full
-        blocks or None, where all scores are of one block; otherwise None and the kinds, or None
-        where all kinds are 1.
-    query: (128, 1), key: (1, 128). blocks: sizes of a block and the numbers of blocks.
+        blocks or None, where 128 x 128 scores are of one block; otherwise None and the kinds of
+        blocks, or None where all kinds are 1.
+    blocks: sizes of a block and the numbers of blocks.
     """
-    first_row = tl.program_id(2) * tl.cast(blocks[2], tl.int64)
-    if blocks_ptr[1] is None:
-        kind = tl.full((ROWS, ROWS), 1, dtype=tl.int32)
-        has_partial = True
-    elif blocks_ptr[0] is None:
-        kinds = blocks_ptr[1] + first_row * blocks[3]
-        kind = tl.load(kinds + query // blocks[0] * blocks[3] + key // blocks[1]).to(tl.int32)
-        has_partial = tl.max((kind == 1).to(tl.int32), None) != 0
-    else:
-        row_list = first_row + tl.program_id(1) * ROWS // blocks[0]
+    kind = 1
+    if blocks_ptr[0] is not None:
+        row_list = tl.program_id(1) * ROWS // blocks[0]
+        row_list += tl.program_id(2) * tl.cast(blocks[2], tl.int64)
         column = tl.program_id(0) * ROWS // blocks[1]
-        of_all = _is_listed(blocks_ptr[0], blocks_ptr[1], row_list, column, blocks[3])
+        kind = _is_listed(blocks_ptr[0], blocks_ptr[1], row_list, column, blocks[3])
         if blocks_ptr[2] is not None:
             full = _is_listed(blocks_ptr[2], blocks_ptr[3], row_list, column, blocks[3])
-            of_all = tl.maximum(of_all, 2 * full)
-        has_partial = of_all == 1
-        kind = of_all + tl.zeros((ROWS, ROWS), dtype=tl.int32)
-    return kind, has_partial
+            kind = tl.maximum(kind, 2 * full)
+    return kind
+
+
+@triton.jit
+def bytes_of_scores(seen, kind, blocks_ptr, blocks, query, key, queries, keys):
+    """int64 (128, 16): 1 where a mask_mod and the block mask show a score. kind: of this program.
+
+    query: (128, 1), key: (1, 16), also past the end.
+    """
+    inside = (query < queries) & (key < keys)
+    if blocks_ptr[0] is None and blocks_ptr[1] is not None:
+        kinds = blocks_ptr[1] + tl.program_id(2) * tl.cast(blocks[2] * blocks[3], tl.int64)
+        kinds = kinds + query // blocks[0] * blocks[3] + key // blocks[1]
+        kind = tl.load(kinds, mask=inside, other=0).to(tl.int32)
+    return (inside & ((kind == 2) | ((kind == 1) & seen))).to(tl.int64)
 
 
 @triton.jit

@@ -12,8 +12,7 @@ import triton.language as tl
 from . import mask_bits
 from .block_lists import ROWS
 
-# As ``bits_kernel``, of blocks as ``kinds_of_scores`` takes them; programs without a partial block
-# compute no scores.
+# As ``bits_kernel``, of blocks as ``kind_of_program`` takes them.
 TEXT = '''
 @triton.jit
 def mask_mod({values}b, h, q, k):
@@ -26,23 +25,27 @@ def mask_mod_kernel(
     {tensors}counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, words_ptr, kinds_ptr,
     heads, queries, keys, block_q, block_k, blocks_q, blocks_k, {scalars}
 ):
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :]
-    query, key = tl.minimum(row, queries - 1), tl.minimum(column, keys - 1)
     blocks_ptr = counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr
     blocks = block_q, block_k, blocks_q, blocks_k
-    kind, has_partial = kinds_of_scores(blocks_ptr, query, key, blocks)
-    seen = kind == 2
-    if has_partial:
-        q, k = query.to(tl.int64), key.to(tl.int64)
+    kind = kind_of_program(blocks_ptr, blocks)
+    if is_plain(kind, queries, keys):
+        store_kind(kinds_ptr, kind, queries, keys)
+    else:
+        query = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+        first = tl.program_id(0) * ROWS + 8 * tl.arange(0, ROWS // 8)[None, :]
         list_idx = tl.program_id(2) + tl.zeros((1, 1), dtype=tl.int64)
-        b, h = list_idx // heads, list_idx % heads
-        seen = seen | ((kind == 1) & mask_mod({values}b, h, q, k))
-    inside = (row < queries) & (column < keys)
-    store_scores(words_ptr, kinds_ptr, seen & inside, queries, keys)
+        b, h, q = list_idx // heads, list_idx % heads, tl.minimum(query, queries - 1).to(tl.int64)
+        bytes = tl.zeros((ROWS, ROWS // 8), dtype=tl.int64)
+        for i in tl.static_range(8):
+            key = first + i
+            seen = mask_mod({values}b, h, q, tl.minimum(key, keys - 1).to(tl.int64))
+            seen = bytes_of_scores(seen, kind, blocks_ptr, blocks, query, key, queries, keys)
+            bytes |= seen << (8 * i)
+        store_words(words_ptr, kinds_ptr, bytes, queries, keys)
 '''
 NUMBERS = ("heads", "queries", "keys", "block_q", "block_k", "blocks_q", "blocks_k")
-NAMES = ("kinds_of_scores", "store_scores", "floor_divided", "remainder")
+NAMES = ("kind_of_program", "is_plain", "store_kind", "bytes_of_scores", "store_words")
+NAMES += ("floor_divided", "remainder")
 
 
 @lru_cache(maxsize=256)
