@@ -106,7 +106,7 @@ BITS = {"FULL": 1, "WHOLE": True}
 OF_BLOCKS = 1, 8192, 8192, 64, 64, 128, 128
 SOURCES = {  # types of the source and of ends
     "lengths": ("i64", None),
-    "ids": ("i32", None),
+    "documents": ("i32", None),
     "prefix": ("i32", None),
     "window": (None, None),
     "intervals": ("i64", "i64"),
@@ -121,11 +121,13 @@ SAMPLES = {
         *(OF_BLOCKS, (8192, 8192, 1024)),
     ),
     "bits-of-kinds": ("bits_kernel", (None, "u8", "i64", "i8"), BITS, OF_BLOCKS, (0, 0, 0)),
+    "ids": ("documents_of_ids_kernel", ("i32", "i32"), {}, (8192,)),
     "block-kinds": ("block_kinds_kernel", ("i32",) * 5, {}, (64,)),
 }
 for source, types in SOURCES.items():
     about = {"SOURCE": source, "CAUSAL": True}
-    SAMPLES[f"lists of {source}"] = ("lists_kernel", (*types, "i8", *LISTS), about, ABOUT)
+    kinds = "i8" if source in ("intervals", "bits") else None
+    SAMPLES[f"lists of {source}"] = ("lists_kernel", (*types, kinds, *LISTS), about, ABOUT)
     SAMPLES[f"tiles of {source}"] = (
         "tiles_kernel",
         (*types, *LISTS, "i64", "i64"),

@@ -78,15 +78,14 @@ def documents(
         lengths = checked_tensor(function, "lengths", lengths, "(batch, documents)", 1, 2)
         check_bounds(function, "lengths", lengths, 0, seqlen)
         check_bounds(function, "lengths.sum(-1)", lengths, 0, seqlen, of=lambda x: x.sum(-1))
-        lengths = torch.atleast_2d(lengths)
     given = lengths if ids is None else ids
-    batch = given.shape[0]
+    batch = given.shape[0] if given.ndim == 2 else 1
     # Of a document that ends inside a block of rows, all blocks are partial there; where it begins
     # too. Other blocks are partial at its two ends and, if causal, at the diagonal.
     blocks = -(-seqlen // BLOCK_COLUMNS)
     most = batch * (4 * blocks + 4)
     source = triton_lists.Source(
-        "lengths" if ids is None else "ids", given, causal=causal, n=given.shape[1]
+        "lengths" if ids is None else "ids", given, causal=causal, n=given.shape[-1]
     )
     spans = partial(_spans_of_documents, lengths, ids, seqlen, causal)
     return _of_source(Grid(batch, 1, seqlen, seqlen), source, spans, given.device, most, most)
@@ -100,7 +99,7 @@ def _spans_of_documents(
         begins, ends = _runs(ids)
         seen = ids >= 0
     else:
-        begins, ends, seen = _spans_of_lengths(lengths, seqlen)
+        begins, ends, seen = _spans_of_lengths(torch.atleast_2d(lengths), seqlen)
     begins, ends = (torch.where(seen, x, 0)[:, None, :, None] for x in (begins, ends))
     if causal:
         later = torch.arange(seqlen, device=begins.device).add(1).unsqueeze(-1)

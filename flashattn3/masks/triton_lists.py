@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ..backends.triton.kernels.variable_launch import VariableLaunch
     from .predicates import Code
 
-MOST_PARTS = 32  # programs that share the bit tiles of a list
+MOST_PARTS = 32  # programs that share the bit tiles of a list, each of which counts all tiles
+MOST_PROGRAMS = 4096  # that write bit tiles, where lists are fewer
 OLDEST = 8, 0  # compute capability
 
 
@@ -63,17 +64,18 @@ def _launch_of_code(
 @cache
 def _launch(name: str, types: object, index: int | None, **constants: object) -> VariableLaunch:
     """A kernel on one device. types: those of tensors that are not always the same."""
-    from ..backends.triton.kernels import mask_bits, mask_lists
+    from ..backends.triton.kernels import mask_bits, mask_lists, mask_spans
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
     num_warps = {"bits_kernel": 8, "tiles_kernel": 8, "block_kinds_kernel": 1}.get(name, 4)
-    kernel = getattr(mask_lists if hasattr(mask_lists, name) else mask_bits, name)
+    kernel = next(vars(x)[name] for x in (mask_lists, mask_bits, mask_spans) if hasattr(x, name))
     return VariableLaunch(kernel, 16, constants, {"num_warps": num_warps})
 
 
 class Source(NamedTuple):
-    """What tells the scores of a mask. kind: SOURCE of ``lists_kernel`` for rows of documents,
-    prefixes and windows, and for intervals, whose ends are a second tensor. They are integers.
+    """What tells the scores of a mask. kind: SOURCE of ``lists_kernel`` for lengths of documents,
+    prefixes and windows, and for intervals, whose ends are a second tensor; or "ids" of documents.
+    All are integers.
 
     n: documents of a row, or intervals of a query. reach: left, right and sinks of a window.
     """
@@ -97,11 +99,24 @@ def of_source(
     grid: its rows are queries. most_partial: of either side, a bound on the number of partial
         blocks.
     """
-    sizes = _sizes_of(grid, most_partial)
-    kinds = torch.empty(sizes.num_blocks, dtype=torch.int8, device=device)
-    tensors = (x if x is None else x.contiguous() for x in (source.tensor, source.ends))
+    kind, tensor, ends, causal, n, reach = source
+    sizes, kinds = _sizes_of(grid, most_partial), None
+    if tensor is not None:
+        tensor, device = tensor.contiguous(), tensor.device
+    if kind == "intervals":
+        ends = ends.contiguous()
+        kinds = torch.empty(sizes.num_blocks, dtype=torch.int8, device=device)
     with on_device(device):
-        return _listed(sizes, source, *tensors, kinds)
+        if kind == "ids":
+            kind, tensor = "documents", _documents_of_ids(grid, tensor)
+        return _listed(sizes, kind, (tensor, ends, kinds), causal, (n, *reach), device)
+
+
+def _documents_of_ids(grid: Grid, ids: Tensor) -> Tensor:
+    documents = torch.empty((grid.batch, grid.rows, 2), dtype=torch.int32, device=ids.device)
+    launch = _launch("documents_of_ids_kernel", ids.dtype, ids.device.index)
+    launch((grid.shape[2], grid.batch, 1), (ids, documents), (), (grid.rows,))
+    return documents
 
 
 class BlockMaskLists(NamedTuple):
@@ -206,7 +221,7 @@ def _of_bits(
     numbers = grid.heads, grid.rows, grid.columns, *numbers
     with on_device(device):
         launch(sizes.pairs, (*tensors, words, kinds), strides, numbers)
-        return _listed(sizes, Source("bits"), words, None, kinds)
+        return _listed(sizes, "bits", (words, None, kinds), False, (0, 0, 0, 0), device)
 
 
 def _in_words(visible: Tensor) -> Tensor:
@@ -257,27 +272,40 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
         capacities,
         (num_masks, grid.rows, grid.columns),
         (num_lists, 2, 1),
-        (num_lists, 2, min(parts, MOST_PARTS)),
+        (num_lists, 2, min(parts, MOST_PARTS, max(1, MOST_PROGRAMS // (2 * num_lists)))),
         (shapes[1][2], shapes[0][2], num_masks),
     )
 
 
 def _listed(
-    sizes: _Sizes, source: Source, tensor: Tensor | None, ends: Tensor | None, kinds: Tensor
+    sizes: _Sizes,
+    kind: str,
+    tensors: tuple[Tensor | None, ...],
+    causal: bool,
+    numbers: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[BlockLists, BlockLists]:
-    """tensor, ends: contiguous ones of the source, or the words of bits. kinds: room for those of
-    all blocks, or with bits their kinds."""
-    device = kinds.device
-    numbers = torch.empty(sizes.num_numbers, dtype=torch.int32, device=device)
+    """kind: SOURCE of the kernels. tensors: its two and the kinds of blocks, as ``lists_kernel``
+    takes them. numbers: ``n`` and ``reach`` of the source."""
+    room = torch.empty(sizes.num_numbers, dtype=torch.int32, device=device)
     shape = sum(sizes.capacities), BLOCK_ROWS
-    tiles = torch.empty(shape, dtype=torch.int64, device=device).split_with_sizes(sizes.capacities)
-    lists = [numbers.as_strided(*x) for x in sizes.views]
-    kind, _, _, causal, n, reach = source
-    types = None if tensor is None else tensor.dtype
-    about = *sizes.of_masks, n, *reach
-    launch = _launch("lists_kernel", types, device.index, SOURCE=kind, CAUSAL=causal)
-    launch(sizes.lists, (tensor, ends, kinds, *lists), (), about)
-    launch = _launch("tiles_kernel", types, device.index, SOURCE=kind, CAUSAL=causal)
-    launch(sizes.tiles, (tensor, ends, *lists, *tiles), (), (*about, *sizes.capacities))
-    (entries_q, entries_k, work_q, work_k), (tiles_q, tiles_k) = lists, tiles
+    tiles = torch.empty(shape, dtype=torch.int64, device=device)
+    tiles_q, tiles_k = tiles.split_with_sizes(sizes.capacities)
+    lists = [room.as_strided(*x) for x in sizes.views]
+    entries_q, entries_k, work_q, work_k = lists
+    types = None if tensors[0] is None else tensors[0].dtype
+    of_lists, of_tiles = _list_launches(types, room.device.index, kind, causal)
+    numbers = *sizes.of_masks, *numbers
+    of_lists(sizes.lists, (*tensors, *lists), (), numbers)
+    of_tiles(
+        sizes.tiles, (*tensors[:2], *lists, tiles_q, tiles_k), (), (*numbers, *sizes.capacities)
+    )
     return BlockLists(entries_q, work_q, tiles_q), BlockLists(entries_k, work_k, tiles_k)
+
+
+@cache
+def _list_launches(
+    types: object, index: int | None, kind: str, causal: bool
+) -> tuple[VariableLaunch, VariableLaunch]:
+    about = {"SOURCE": kind, "CAUSAL": causal}
+    return tuple(_launch(name, types, index, **about) for name in ("lists_kernel", "tiles_kernel"))

@@ -48,6 +48,21 @@ def _first_block(row_list, num_masks, queries, keys):
     return of_keys + tl.cast(row_list, tl.int64) * column_blocks
 
 
+@triton.jit
+def _kinds(kinds, first, column_blocks, whole, OF_SPANS: tl.constexpr):
+    """int32: the kinds of some blocks of a list, 0 past its end. kinds: the spans of its rows, or a
+    pointer to int8."""
+    if OF_SPANS:
+        counts = tl.zeros((CHUNK,), dtype=tl.int32)
+        if see_columns(kinds, first * COLUMNS, (first + CHUNK) * COLUMNS):
+            counts += seen_in_blocks(kinds, first + tl.arange(0, CHUNK))
+        found = (counts == whole).to(tl.int32) + (counts > 0).to(tl.int32)
+    else:
+        blocks = first + tl.arange(0, ENTRIES)
+        found = tl.load(kinds + blocks, mask=blocks < column_blocks, other=0).to(tl.int32)
+    return found
+
+
 NUMBERS = ["num_masks", "queries", "keys", "n", "left", "right", "sinks"]
 
 
@@ -60,41 +75,41 @@ def lists_kernel(
 
     source, ends: starts and ends of intervals, (num_masks, queries, n), which do not overlap;
         otherwise as ``spans_of_rows`` takes them.
-    kinds: int8 (blocks,), of all blocks of queries and then of keys. num_masks: batch * heads.
+    kinds: int8 (blocks,), of all blocks of queries and then of keys: of "bits" given, of intervals
+        written, otherwise None. num_masks: batch * heads.
     Grid: the larger number of lists, 2.
     """
     rows, row_blocks, column_blocks = _sizes(queries, keys)
     row_list = tl.program_id(0)
     if row_list >= num_masks * row_blocks:
         return
-    kinds = kinds_ptr + _first_block(row_list, num_masks, queries, keys)
-    if SOURCE != "bits":
-        mask_idx = tl.cast(row_list // row_blocks, tl.int64)
-        first_row = row_list % row_blocks * ROWS
-        whole = tl.minimum(rows - first_row, ROWS) * COLUMNS
-        if SOURCE != "intervals":
-            spans = spans_of_rows(
-                source_ptr, mask_idx, n, (left, right, sinks), (queries, keys),
-                first_row + tl.arange(0, ROWS), SOURCE, CAUSAL,
-            )  # fmt: skip
+    OF_SPANS: tl.constexpr = SOURCE != "bits" and SOURCE != "intervals"
+    STEP: tl.constexpr = CHUNK if OF_SPANS else ENTRIES
+    mask_idx = tl.cast(row_list // row_blocks, tl.int64)
+    first_row = row_list % row_blocks * ROWS
+    whole = tl.minimum(rows - first_row, ROWS) * COLUMNS
+    if OF_SPANS:
+        kinds = spans_of_rows(
+            source_ptr, mask_idx, n, (left, right, sinks), (queries, keys),
+            first_row + tl.arange(0, ROWS), SOURCE, CAUSAL,
+        )  # fmt: skip
+    else:
+        kinds = kinds_ptr + _first_block(row_list, num_masks, queries, keys)
+    if SOURCE == "intervals":
         for first in range(0, column_blocks, CHUNK):
             blocks = first + tl.arange(0, CHUNK)
             counts = tl.zeros((CHUNK,), dtype=tl.int32)
-            if SOURCE == "intervals":
-                for i in range(n):
-                    intervals = (source_ptr, ends_ptr, mask_idx, i, queries, n)
-                    counts += intervals_in_blocks(intervals, first_row, blocks)
-            elif see_columns(spans, first * COLUMNS, (first + CHUNK) * COLUMNS):
-                counts += seen_in_blocks(spans, blocks)
+            for i in range(n):
+                intervals = (source_ptr, ends_ptr, mask_idx, i, queries, n)
+                counts += intervals_in_blocks(intervals, first_row, blocks)
             kind = (counts == whole).to(tl.int32) + (counts > 0).to(tl.int32)
             tl.store(kinds + blocks, kind.to(tl.int8), mask=blocks < column_blocks)
         tl.debug_barrier()
 
     # Numbers of full blocks, of listed ones << 32.
     total = tl.full((), 0, dtype=tl.int64)
-    for first in range(0, column_blocks, ENTRIES):
-        blocks = first + tl.arange(0, ENTRIES)
-        kind = tl.load(kinds + blocks, mask=blocks < column_blocks, other=0)
+    for first in range(0, column_blocks, STEP):
+        kind = _kinds(kinds, first, column_blocks, whole, OF_SPANS)
         total += tl.sum((kind == 2).to(tl.int64) + ((kind > 0).to(tl.int64) << 32), 0)
     num_full, num_listed = total.to(tl.int32), (total >> 32).to(tl.int32)
     work = _of_side(work_q_ptr, work_k_ptr) + row_list * FIELDS
@@ -103,11 +118,11 @@ def lists_kernel(
 
     entries = _of_side(entries_q_ptr, entries_k_ptr) + tl.cast(row_list, tl.int64) * column_blocks
     next_full, next_partial, next_hidden = 0, num_full, num_listed
-    for first in range(0, column_blocks, ENTRIES):
-        blocks = first + tl.arange(0, ENTRIES)
-        kind = tl.load(kinds + blocks, mask=blocks < column_blocks, other=3).to(tl.int32)
+    for first in range(0, column_blocks, STEP):
+        blocks = first + tl.arange(0, STEP)
+        kind = _kinds(kinds, first, column_blocks, whole, OF_SPANS)
         # 10 bits for each kind: one scan counts the blocks of all.
-        before = tl.cumsum(tl.where(kind < 3, 1 << (10 * kind), 0), 0)
+        before = tl.cumsum(tl.where(blocks < column_blocks, 1 << (10 * kind), 0), 0)
         own = (before >> (10 * kind)) & 1023
         next = tl.where(kind == 2, next_full, tl.where(kind == 1, next_partial, next_hidden))
         tl.store(entries + next + own - 1, blocks, mask=blocks < column_blocks)

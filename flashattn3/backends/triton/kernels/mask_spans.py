@@ -74,6 +74,18 @@ def _documents_of_ids(ids_ptr, mask_idx, seqlen, tokens):
     return begin, end, tl.load(ids + tokens, mask=tokens < seqlen, other=0) >= 0
 
 
+@triton.jit(do_not_specialize=["seqlen"])
+def documents_of_ids_kernel(ids_ptr, documents_ptr, seqlen):
+    """int32 (batch, seqlen, 2): begin and end of the document of each token, 0 and 0 of padding.
+    Grid: blocks of 128 tokens, batch."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1).to(tl.int64)
+    begin, end, seen = _documents_of_ids(ids_ptr, row, seqlen, tokens)
+    documents = documents_ptr + (row * seqlen + tokens) * 2
+    tl.store(documents, tl.where(seen, begin, 0), mask=tokens < seqlen)
+    tl.store(documents + 1, tl.where(seen, end, 0), mask=tokens < seqlen)
+
+
 @triton.jit
 def _spans_of_documents(begin, end, seen, tokens, CAUSAL: tl.constexpr):
     begin, end = tl.where(seen, begin, 0), tl.where(seen, end, 0)
@@ -126,8 +138,9 @@ def spans_of_rows(
     """Two spans for each row: begin and end of one, and the end of one that begins at 0; 0 past the
     last row.
 
-    SOURCE: what is at source_ptr. "lengths": of n documents; "ids": of tokens; "prefix": lengths of
-        prefixes; "window": nothing. reach: left, right and sinks of a window.
+    SOURCE: what is at source_ptr. "lengths": of n documents; "documents": those of tokens, as
+        ``documents_of_ids_kernel`` writes them; "prefix": lengths of prefixes; "window": nothing.
+    reach: left, right and sinks of a window.
     sizes: queries and keys.
     """
     other = rows * 0
@@ -139,9 +152,11 @@ def spans_of_rows(
         begin, end, seen = _documents_of_lengths(source_ptr, mask_idx, n, sizes[0], rows)
         begin, end = _spans_of_documents(begin, end, seen, rows, CAUSAL)
     else:
-        tl.static_assert(SOURCE == "ids")
-        begin, end, seen = _documents_of_ids(source_ptr, mask_idx, sizes[0], rows)
-        begin, end = _spans_of_documents(begin, end, seen, rows, CAUSAL)
+        tl.static_assert(SOURCE == "documents")
+        documents, inside = source_ptr + (mask_idx * sizes[0] + rows) * 2, rows < sizes[0]
+        begin = tl.load(documents, mask=inside, other=0)
+        end = tl.load(documents + 1, mask=inside, other=0)
+        begin, end = _spans_of_documents(begin, end, end > 0, rows, CAUSAL)
     inside = rows < tl.where(tl.program_id(1) == 0, sizes[0], sizes[1])
     return tl.where(inside, begin, 0), tl.where(inside, end, 0), tl.where(inside, other, 0)
 
