@@ -127,7 +127,7 @@ def stack_bytes(capability):
 
     found = {}
     of_blocks = ("i32",) * 4, (None, "i32", None, None)
-    for (name, (mask_mod, has_code)), lists in zip(MODS.items(), cycle(of_blocks)):  # noqa: B905
+    for (name, (mask_mod, has_code)), lists in zip(MODS.items(), cycle(of_blocks)):
         if has_code:
             code = code_of(mask_mod, torch.device("cpu"))
             dtypes = tuple(x.dtype for x in code.tensors)

@@ -92,9 +92,7 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     return of_block_predicate(grid, visible, partial | full, full, block_q, block_k, (None, None))
 
 
-def _lists_by_kernels(
-    block_mask: BlockMask, grid: Grid
-) -> tuple[BlockLists, BlockLists] | None:
+def _lists_by_kernels(block_mask: BlockMask, grid: Grid) -> tuple[BlockLists, BlockLists] | None:
     """None for a mask_mod that torch.vmap must compute, in blocks of other than 8 n keys."""
     code = code_of(block_mask.mask_mod, block_mask.kv_indices.device)
     if code is None and block_mask.BLOCK_SIZE[1] % 8:

@@ -289,9 +289,7 @@ _TYPES = {
     torch.float32: "tl.float32",
 }
 _OF_TENSORS = ("__len__", "size", "numel", "dim")
-_PROPERTIES = tuple(
-    getattr(Tensor, name).__get__ for name in ("device", "dtype", "shape", "ndim")
-)
+_PROPERTIES = tuple(getattr(Tensor, name).__get__ for name in ("device", "dtype", "shape", "ndim"))
 _SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _COMPARISONS = {name: partial(_compare, sign) for name, sign in _SIGNS.items()}
 _BINARY = {

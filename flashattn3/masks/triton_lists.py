@@ -237,8 +237,9 @@ def _in_words(visible: Tensor) -> Tensor:
 class _Sizes(NamedTuple):
     """num_blocks: of queries and of keys together. views: shape, strides and place of the entries
     and of ``BlockLists.work`` of either side in one tensor of ``num_numbers``. capacities: of their
-    bit tiles. of_masks: masks, queries, keys. lists: the grid of a kernel of all lists; tiles: of one that shares out their bit tiles;
-    pairs: of one with a program for 128 queries and 128 keys."""
+    bit tiles. of_masks: masks, queries, keys. lists: the grid of a kernel of all lists; tiles: of
+    one that shares out their bit tiles; pairs: of one with a program for 128 queries and 128
+    keys."""
 
     num_blocks: int
     num_numbers: int
@@ -264,7 +265,9 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
         views.append((shape, strides, end))
         end += -(-prod(shape) // 32) * 32  # 128 bytes
     num_lists = num_masks * max(x[2] for x in shapes)
-    parts = max(1, *(-(-of // (num_masks * x[2])) for of, x in zip(capacities, shapes, strict=True)))
+    parts = max(
+        1, *(-(-of // (num_masks * x[2])) for of, x in zip(capacities, shapes, strict=True))
+    )
     return _Sizes(
         sum(num_blocks),
         end,

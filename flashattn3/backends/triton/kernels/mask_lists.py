@@ -162,7 +162,7 @@ def tiles_kernel(
         otherwise as in ``lists_kernel``.
     Grid: the larger number of lists, 2, programs of a list.
     """
-    rows, row_blocks, column_blocks = _sizes(queries, keys)
+    _, row_blocks, column_blocks = _sizes(queries, keys)
     row_list, part, num_parts = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     num_lists = num_masks * row_blocks
     if row_list >= num_lists:

@@ -13,7 +13,7 @@ from . import mask_bits
 from .block_lists import ROWS
 
 # As ``bits_kernel``, of blocks as ``kind_of_program`` takes them.
-TEXT = '''
+TEXT = """
 @triton.jit
 def mask_mod({values}b, h, q, k):
     {lines}
@@ -42,7 +42,7 @@ def mask_mod_kernel(
             seen = bytes_of_scores(seen, kind, blocks_ptr, blocks, query, key, queries, keys)
             bytes |= seen << (8 * i)
         store_words(words_ptr, kinds_ptr, bytes, queries, keys)
-'''
+"""
 NUMBERS = ("heads", "queries", "keys", "block_q", "block_k", "blocks_q", "blocks_k")
 NAMES = ("kind_of_program", "is_plain", "store_kind", "bytes_of_scores", "store_words")
 NAMES += ("floor_divided", "remainder")

@@ -1,7 +1,7 @@
 """The keys that each query of a mask sees, as spans, and the queries that see each key.
 
-Axis 1 of the grid is the side, 0 lists of queries and 1 lists of keys. Where the structure of a mask
-is known, the queries that see a key are a span too, so both sides read their own rows alone.
+Axis 1 of the grid is the side, 0 lists of queries and 1 lists of keys. Where the structure of a
+mask is known, the queries that see a key are a span too, so both sides read their own rows alone.
 """
 
 import triton
