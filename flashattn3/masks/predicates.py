@@ -134,7 +134,7 @@ class _Score:
     def __torch_function__(cls, function, types, args=(), kwargs=None) -> object:
         raise _UnknownError  # _Functions is active wherever scores exist
 
-    # Python asks for the truth or the class of an object in many places.
+    # Python asks for the bool or the class of an object in many places.
     __bool__ = __int__ = __index__ = __float__ = __len__ = __iter__ = __contains__ = _fail
     __getitem__ = __setitem__ = __str__ = __format__ = __hash__ = _fail
     __class__ = property(_fail)
