@@ -60,6 +60,7 @@ CASES = {
     "softcap-sinks": Case(options={"softcap": 3.0}, sinks=True),
     "e4m3": Case(stored=torch.float8_e4m3fn),
     "dims": Case(dims=(40, 24), options={"softmax_scale": -0.3}),
+    "d128": Case(heads=(8, 2), dims=(128, 128)),
 }
 
 
