@@ -363,5 +363,6 @@ def test_explain_shows_the_mask():
         tuple(map(metadata_of, Tensors(q, k, v, *(None,) * 7, *mask.tensors))), Options()
     )
     assert hopper.score_reason(problem) is None
-    eight_bits = replace(problem, dtype=FP8)
-    assert hopper.score_reason(eight_bits) == "has no kernel of 8 bits for mask"
+    assert hopper.score_reason(replace(problem, dtype=FP8)) is None
+    wide = replace(problem, dtype=FP8, head_dim=192, head_dim_v=192)
+    assert hopper.score_reason(wide) == "takes a mask of 8 bits up to head_dim 128"

@@ -835,3 +835,15 @@ def test_the_conversion_rounds_as_torch_does(eight):
     convert[(len(x) // 1024,)](x, found, COUNT=1024, INT8=eight == INT8)
     wanted = x.round() if eight == INT8 else x
     assert torch.equal(found, bits(wanted.to(eight)))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_results_of_a_custom_op_share_no_memory(kind):
+    """Views of one allocation, as descales that the Hopper library makes together are."""
+    both, nothing = torch.arange(6.0), torch.empty(0)
+    given = kind((torch.ones(2), both[:2].view(1, 2), both[2:].view(2, 2), nothing, nothing))
+    found = dispatch.in_own_memory(lambda: given)()
+    assert type(found) is kind
+    assert all(map(torch.equal, found, given))
+    full = [x.untyped_storage().data_ptr() for x in found if x.numel()]
+    assert len(set(full)) == len(full) == 3

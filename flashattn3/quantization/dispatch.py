@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -199,6 +200,22 @@ def _backend_runs_on(name: str, device: torch.device) -> bool:
     return backend.unavailable_reason(describe_device(device)) is None
 
 
+def in_own_memory(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
+    """The function of a custom op, whose results torch allows no memory of each other: descales of
+    tensors that are quantized together share an allocation."""
+
+    def run(*arguments: object) -> Sequence[Tensor]:
+        results, memory = function(*arguments), set()
+        found = []
+        for x in results:
+            begin = x.untyped_storage().data_ptr()
+            found.append(x.clone() if begin in memory else x)
+            memory.add(begin)
+        return type(results)(found)
+
+    return run
+
+
 # Custom ops for the compiler, tracing modes and transforms, which cannot trace kernel launches.
 _opaque_sample_mean = torch.library.custom_op(
     "flashattn3::sample_mean",
@@ -215,7 +232,7 @@ _opaque_quantize = torch.library.custom_op(
 )
 _opaque_quantize_qkv = torch.library.custom_op(
     "flashattn3::quantize_qkv",
-    _quantize_qkv,
+    in_own_memory(_quantize_qkv),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, int block, bool hadamard, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, ScalarType qk_dtype, "

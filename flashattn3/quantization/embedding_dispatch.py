@@ -105,7 +105,7 @@ def _fits_on_chip(x: Tensor, block: int) -> bool:
 
 _opaque = torch.library.custom_op(
     "flashattn3::rotate_and_quantize",
-    _run,
+    dispatch.in_own_memory(_run),
     mutates_args=(),
     schema="(Tensor q, Tensor? k, Tensor? v, Tensor? q_norm, Tensor? k_norm, Tensor? cos, "
     "Tensor? sin, Tensor? positions, bool interleaved, float eps, Tensor? cu_seqlens, "
