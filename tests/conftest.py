@@ -8,6 +8,7 @@ inherit them.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
 from collections import Counter
@@ -36,6 +37,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:  # the threads of several processes wait for each other
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Triton's interpreter multiplies with numpy's OpenBLAS, whose kernels for newer chips give a row
+    # other bits with other rows beside it (tests/test_invariance.py). numpy comes with torch.
+    if platform.machine() == "x86_64":
+        os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
     lowering, kib = config.getoption("lowering"), config.getoption("shared_memory_kib")
     if lowering is None and kib is None:
         _interpret_without_gpu()

@@ -67,7 +67,7 @@ def on_hopper(monkeypatch):
     for module in (run, quantized):
         monkeypatch.setattr(module, "BACKENDS", (hopper, *WITHOUT_HOPPER))
         monkeypatch.setattr(module, "describe_device", lambda device: H100)
-    monkeypatch.setattr(dispatch, "_runs_on", lambda name, *device: name == "hopper")
+    monkeypatch.setattr(dispatch, "runs_on", lambda name, *device: name == "hopper")
     namespace = SimpleNamespace(quantize_qkv=quantize_qkv)
     monkeypatch.setattr(torch.ops, "flashattn3_hopper", namespace, raising=False)
     caches = run._plan, quantized._checked_once

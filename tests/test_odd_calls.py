@@ -550,7 +550,7 @@ def counted(quantize: Callable) -> Callable:
 @pytest.fixture(autouse=True)
 def no_interpreter(monkeypatch):
     """Where there is no GPU, Triton would take 16 and 8 bits in its interpreter, which is slow."""
-    monkeypatch.setattr(dispatch, "_runs_on", lambda *device: False)
+    monkeypatch.setattr(dispatch, "runs_on", lambda *device: False)
     for name in ("quantize", "quantize_qkv"):
         monkeypatch.setattr(dispatch, name, counted(getattr(dispatch, name)))
     with flashattn3.use_backend("reference"):

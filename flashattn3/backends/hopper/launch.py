@@ -181,7 +181,7 @@ def _keep_scaled(launch: HopperLaunch, library: Library) -> Callable[..., Scaled
     reads it."""
     problem, config = launch.problem, launch.config
     converted = not problem.v.permuted or problem.k.has_mean
-    if converted or problem.varlen or problem.score_options:
+    if library.keep_scaled is None or converted or problem.varlen or problem.score_options:
         return None
     operators = ScaledOperators(library.scaled_kept)
 
