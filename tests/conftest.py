@@ -37,8 +37,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:  # the threads of several processes wait for each other
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Triton's interpreter multiplies with numpy's OpenBLAS, whose kernels for newer chips give a row
-    # other bits with other rows beside it (tests/test_invariance.py). numpy comes with torch.
+    # Triton's interpreter multiplies with numpy's OpenBLAS, whose kernels for newer chips give a
+    # row other bits with other rows beside it (tests/test_invariance.py). torch imports numpy.
     if platform.machine() == "x86_64":
         os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
     lowering, kib = config.getoption("lowering"), config.getoption("shared_memory_kib")
