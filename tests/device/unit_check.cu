@@ -21,6 +21,7 @@
 #include "unit/attention/sinks_test.cuh"
 #include "unit/attention/softmax_e4m3_test.cuh"
 #include "unit/attention/softmax_test.cuh"
+#include "unit/attention/span_softmax_test.cuh"
 #include "unit/attention/tanh_test.cuh"
 #include "unit/attention/tile_scheduler_test.cuh"
 #include "unit/attention/tile_shape_test.cuh"

@@ -4,7 +4,7 @@
 #include "../unit.cuh"
 #include "attention/tanh.cuh"
 
-namespace unit::tanh_test {
+namespace unit::tanh {
 
 using namespace flashattn3;
 
@@ -27,4 +27,4 @@ inline void check_tanh(Result& result) {
 
 static const Tests kTests = {{"attention/tanh: tanh", Where::kGpu, check_tanh}};
 
-}  // namespace unit::tanh_test
+}  // namespace unit::tanh
