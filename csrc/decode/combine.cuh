@@ -152,7 +152,7 @@ class Combine {
     return args_.partial_out + int64_t{row} * args_.head_dim_v;
   }
 
-  // What becomes of a work tile of several CTAs whose spans this CTA has stored.
+  // This CTA's part in a work tile of several CTAs, after it has stored its spans.
   enum SpanTurn { kLeaves, kJoins, kJoinsLast };
 
   // Arrives for the pending parts and sets is_last to a SpanTurn for each. The CTAs of a work tile

@@ -83,7 +83,7 @@ constexpr int bit_tiles_bytes(const Config& config) {
   return config.listed ? config.block_n / kListColumns * kBitTileBytes : 0;
 }
 
-// Of a row with spans: the total of the spans before the current one, and statistics
+// Bytes of a row with spans: the total of the spans before the current one, and statistics
 // (span_total.cuh).
 constexpr int span_row_bytes(const Config& config) { return 4 * config.head_dim_v + 64; }
 

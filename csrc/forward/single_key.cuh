@@ -26,7 +26,7 @@ __device__ __forceinline__ Float factor_of_single_key(Float descale, Float inver
   return fabsf(probability) > 0.f ? __fdividef(descale, probability) : inverse;  // NaN stays
 }
 
-// What the rows of a warp see under a causal mask or a window.
+// The keys that the rows of a warp see under a causal mask or a window.
 struct SeenInterval {
   Mask mask;
 
