@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import cycle
 
 import pytest
@@ -57,6 +58,7 @@ MODS = {
     "bools": (lambda b, h, q, k: (KNOWN[q] > KNOWN[k]) | ~KNOWN[k] ^ (q < 3), True),
     "quotients": (lambda b, h, q, k: (q - k) // 7 == (k - 25) % -4 - SMALL[q] // 5, True),
     "floats": (lambda b, h, q, k: HEIGHT[q] * 0.3 + HEIGHT[k] > 0.1 * k - 1, True),
+    "infinity": (lambda b, h, q, k: (HEIGHT[q] > -math.inf) & (HEIGHT[k] - q < math.inf), True),
     "wide ints": (lambda b, h, q, k: (q * 2**40) % (2**35 + 1) > k * 2**29, True),
     "a length": (lambda b, h, q, k: q + k < len(IDS) + IDS.shape[0] // 3, True),
     "dtypes": (lambda b, h, q, k: (q.to(torch.uint8) * 9).int() > (k > 2).long() * 70, True),

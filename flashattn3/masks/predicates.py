@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -92,7 +93,9 @@ class _Trace:
         if dtype == torch.bool:
             return f"tl.full((), {int(x)}, tl.int1)"
         if dtype.is_floating_point:
-            return f"tl.full((), {float(x)!r}, {_TYPES[dtype]})"
+            x = float(x)
+            value = repr(x) if math.isfinite(x) else f'float("{x}")'
+            return f"tl.full((), {value}, {_TYPES[dtype]})"
         limits = torch.iinfo(dtype)
         if type(x) is float or not limits.min <= x <= limits.max:
             raise _UnknownError
