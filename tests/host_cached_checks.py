@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import H100, forget_cached_calls
 
-from flashattn3 import append_kvcache, flash_attn_with_kvcache
+from flashattn3 import append_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.cached import DECODE
@@ -240,6 +240,63 @@ def check_kept_calls_with_further_arguments(host):
             given = further(layout(seqlen_q=seqlen_q))
             # A kernel clears the rows of no sequence.
             expect_kept(host, given, 1 + ("cu_seqlens_q" in given), **options)
+
+
+def with_metadata(given, **options):
+    """The call with scheduler metadata made for it."""
+    q, k, lengths = (given[name] for name in ("q", "k_cache", "cache_seqlens"))
+    seqlen_q = given.get("max_seqlen_q", q.shape[1])
+    new = given.get("k")
+    metadata = get_scheduler_metadata(
+        batch_size=len(lengths),
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=200,
+        num_heads_q=q.shape[-2],
+        num_heads_kv=k.shape[2],
+        headdim=q.shape[-1],
+        headdim_v=given["v_cache"].shape[-1],
+        cache_seqlens=lengths,
+        qkv_dtype=q.dtype,
+        cu_seqlens_q=given.get("cu_seqlens_q"),
+        cache_leftpad=given.get("cache_leftpad"),
+        page_size=k.shape[1] if "page_table" in given else None,
+        max_seqlen_k_new=0 if new is None else new.shape[1],
+        causal=options["causal"],
+    )
+    return given | {"scheduler_metadata": metadata}
+
+
+def check_kept_calls_with_metadata(host):
+    """A kernel compares it; what it must hold is kept with the launch."""
+    use_cached_calls()
+    for layout, seqlen_q, options in product((dense, paged), (1, 3), OPTIONS):
+        for further in (lambda given: given, *FURTHER, in_8_bits):
+            given = further(layout(seqlen_q=seqlen_q))
+            expect_metadata(host, with_metadata(given, **options), 2, **options)
+        given = layout(seqlen_q=seqlen_q) | new_tokens()
+        expect_metadata(host, with_metadata(given, **options), 3, **options)
+    forget_cached_calls()
+    given = with_metadata(dense(), causal=True)
+    metadata = given["scheduler_metadata"]
+    for wrong in (
+        metadata[:-1],
+        metadata[None],
+        metadata.long(),
+        metadata.to("meta"),
+        metadata.repeat(2)[::2],
+        metadata.tolist(),
+        metadata.float().requires_grad_(),
+    ):
+        flash_attn_with_kvcache(**given, causal=True)
+        found = both(host, given | {"scheduler_metadata": wrong}, causal=True)
+        assert isinstance(found.result, str) and found.events == [], (wrong, found)
+
+
+def expect_metadata(host, given, num_launches, **options):
+    expect_kept(host, given, num_launches, **options)
+    *_, (name, *words) = passed_by(host, given, **options).events
+    metadata = given["scheduler_metadata"]
+    assert name == "arguments" and words[-2:] == [metadata.data_ptr(), int(metadata[1])]
 
 
 FP8 = torch.float8_e4m3fn
@@ -482,7 +539,7 @@ def check_the_schemas_of_kept_operators(host):
     call = (number, *read, None, -1, lse)
     new = given["k"], given["v"], None, given["rotary_cos"], given["rotary_sin"], True, False
     for out in (None, torch.zeros_like(given["q"])):
-        further = out, -1, None, None, None, None, None, 0
+        further = out, -1, None, None, None, None, None
         for name, arguments in (
             ("decode_kept", call),
             ("decode_kept_with", (*call, *further, None, None)),

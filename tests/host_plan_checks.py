@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 from helpers import forget_cached_calls
-from host_cached_checks import passed_by, use_cached_calls
+from host_cached_checks import expect_metadata, passed_by, use_cached_calls, with_metadata
 
 from flashattn3.call.cached import DECODE
 from flashattn3.call.fields import CALL, Options
@@ -236,3 +236,5 @@ def check_cached_calls_that_differ_in_one_size(host):
             other = passed_by(host, cached_call(**(paged | change)))
             assert not isinstance(other.result, str), other.result
             assert (other.checks == 0) == (not in_plan), (name, paged)
+            of_metadata = with_metadata(cached_call(**(paged | change)), causal=True)
+            expect_metadata(host, of_metadata, 2, causal=True)

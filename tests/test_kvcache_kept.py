@@ -30,11 +30,12 @@ def ints(*values):
 class Double:
     """A library whose operators of kept launches return ``result``. received: by that of the calls
     with the fewest arguments; more: by the others, the operator's name first. kept: number of the
-    options, launch, device and queries of each launch that the operators got."""
+    options, launch, device and queries of each launch that the operators got. hashes: what the
+    metadata of calls of each must hold."""
 
     def __init__(self):
         self.received, self.more, self.result, self.error = [], [], torch.ones(3), None
-        self.kept = []
+        self.kept, self.hashes = [], []
         prepared = iter(range(99))
 
         def decode(handle, lse, *arguments):
@@ -50,8 +51,9 @@ class Double:
             prepare_decode=lambda *_: (torch.tensor([next(prepared)]), 384, 2048),
         )
 
-    def keep(self, number, launch, *of):
-        self.kept.append((number, launch.item(), *of))
+    def keep(self, number, launch, device, queries, options_hash):
+        self.kept.append((number, launch.item(), device, queries))
+        self.hashes.append(options_hash)
 
     def run(self, number, *arguments):
         self.received.append((number, *arguments))
@@ -115,6 +117,18 @@ def test_a_call_that_returns_lse(double):
         flash_attn_with_kvcache(q[0], k, v, return_lse=True)
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_launch_is_kept_with_what_its_metadata_must_hold(page_size, double):
+    q, k, v = tensors_of(d=64)
+    table = None
+    if page_size:
+        k, v = (x.view(4, page_size, 2, 64) for x in (k, v))
+        table = torch.zeros(2, 2, dtype=torch.int32)
+    flash_attn_with_kvcache(q, k, v[..., :32].clone(), page_table=table, causal=True)
+    sizes = 4, 2, 64, 32, page_size
+    assert double.hashes == [hash_of_options(sizes, q.dtype, launches_with(causal=True).options)]
+
+
 def test_sizes_and_lengths_that_grow_need_no_new_launch(double):
     flash_attn_with_kvcache(*tensors_of(), cache_seqlens=7)
     for step in range(3):
@@ -172,8 +186,8 @@ def test_options_are_told_apart(double):
         ({"cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1}, 4),
         ({"sinks": torch.zeros(4)}, 5),
         ({"scheduler_metadata": torch.zeros(10, dtype=torch.int32)}, 6),
-        ({"k_descale": torch.ones(2, 2)}, 8),
-        ({"v_descale": torch.ones(2, 2)}, 9),
+        ({"k_descale": torch.ones(2, 2)}, 7),
+        ({"v_descale": torch.ones(2, 2)}, 8),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
@@ -188,11 +202,8 @@ def test_further_arguments_go_to_an_operator_of_their_own(given, place, double):
         name, number, *passed = double.more[-1]
         out, lse = found if return_lse else (found, None)
         assert out is double.result and lse is passed[6]
-        wanted = [None, given.get("max_seqlen_q", -1), *(None,) * 5, 0, None, None]
+        wanted = [None, given.get("max_seqlen_q", -1), *(None,) * 7]
         wanted[place] = next(iter(given.values()))
-        if place == 6:
-            options = launches_with(return_lse=return_lse).options
-            wanted[7] = hash_of_options((4, 2, 64, 64, 0), q.dtype, options)
         assert name == "decode_kept_with"
         assert number == launches_with(return_lse=return_lse).number
         assert all(a is b for a, b in zip(passed[:3], (q, k, v), strict=True))
@@ -221,7 +232,7 @@ def test_new_tokens_go_to_an_operator_of_their_own(causal, double):
         name, _, *passed = double.more.pop()
         assert found is double.result and name == "append_kept"
         wanted = [q, k, v, new["cache_seqlens"], None, -1, None, more.get("out"), -1]
-        wanted += [*(None,) * 5, 0, new["k"], new["v"], None, more.get("rotary_cos")]
+        wanted += [*(None,) * 5, new["k"], new["v"], None, more.get("rotary_cos")]
         wanted += [more.get("rotary_sin"), more.get("rotary_interleaved", True), not causal]
         assert all(a is b or a == b for a, b in zip(passed, wanted, strict=True))
         written = [x._version for x in (k, v, *more.values()) if isinstance(x, torch.Tensor)]
@@ -229,7 +240,7 @@ def test_new_tokens_go_to_an_operator_of_their_own(causal, double):
         assert changes == [1, 1, *(int(name == "out") for name in more if name[-1] != "d")]
     edges = {"k": new["k"][0], "v": new["v"][0], "cu_seqlens_k_new": ints(0, 1, 1)}
     flash_attn_with_kvcache(q, k, v, **(new | edges), causal=causal)
-    assert double.more.pop()[19] is edges["cu_seqlens_k_new"]
+    assert double.more.pop()[18] is edges["cu_seqlens_k_new"]
 
 
 def test_new_tokens_that_the_operator_does_not_take(double):
@@ -372,7 +383,7 @@ def number():
 
     number = LaunchCache(DECODE.Options()).number
     for queries in (1, 3):
-        LIBRARY.keep_decode(number, prepared()[0], -1, queries)
+        LIBRARY.keep_decode(number, prepared()[0], -1, queries, 0)
     return number
 
 
@@ -429,15 +440,15 @@ def test_a_launch_is_kept_for_its_gpu_and_a_full_cache_is_emptied(number):
         except RuntimeError:
             return True  # it is about to run
 
-    LIBRARY.keep_decode(other, handle, 0, 3)
+    LIBRARY.keep_decode(other, handle, 0, 3, 0)
     assert is_found(number) and not is_found(other)
     for queries in range(4096):
-        LIBRARY.keep_decode(other, handle, 0, queries)
+        LIBRARY.keep_decode(other, handle, 0, queries, 0)
     assert not is_found(number)
     for wrong in (handle[:3], handle.int(), torch.zeros_like(handle), handle[:0]):
         said = "keep_decode: launch must be a result of prepare_decode, got another tensor"
         with pytest.raises(RuntimeError, match=said):
-            LIBRARY.keep_decode(number, wrong, -1, 1)
+            LIBRARY.keep_decode(number, wrong, -1, 1, 0)
 
 
 def with_more(given, more, tokens):

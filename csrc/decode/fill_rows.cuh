@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/seqlen.cuh"
+#include "decode/fill_arguments.h"
 #include "ptx/pdl.cuh"
 
 namespace flashattn3::decode {
@@ -14,25 +15,6 @@ namespace flashattn3::decode {
 // of the options, then for each sequence cached tokens, new tokens, queries, left padding.
 constexpr int kMetadataMagic = 0x6b763031;
 constexpr int kMetadataHeader = 2, kMetadataPerSequence = 4;
-
-struct FillArguments {
-  uint16_t* out;  // strides in elements; the batch strides are 0 with cu_seqlens_q
-  float* lse;     // null: not written
-  int64_t out_batch, out_seq, out_head;
-  int64_t lse_batch, lse_seq, lse_head;
-  int num_heads_q, head_dim_v;
-
-  SequenceTable seqlens_q;
-  int batch;
-  // As in DecodeParams.
-  const int32_t* cache_seqlens;
-  const int32_t* cu_seqlens_k_new;
-  const int32_t* cache_leftpad;
-  int seqlen_k, seqlen_new;
-
-  const int32_t* metadata;  // null: none
-  int options_hash;         // what the metadata must hold
-};
 
 constexpr int kFillThreads = 256;
 

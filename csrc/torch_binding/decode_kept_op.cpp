@@ -59,8 +59,14 @@ struct PlanOf {
   int64_t byte_cache() const { return launch.problem.byte_cache; }
 };
 
-LaunchCache<Key, CachedLaunch>& launch_cache() {
-  static auto* cache = new LaunchCache<Key, CachedLaunch>;  // threads may outlive static objects
+// options_hash: as in DecodeCall. It follows from the key.
+struct KeptDecode {
+  CachedLaunch launch;
+  int64_t options_hash;
+};
+
+LaunchCache<Key, KeptDecode>& launch_cache() {
+  static auto* cache = new LaunchCache<Key, KeptDecode>;  // threads may outlive static objects
   return *cache;
 }
 
@@ -70,7 +76,8 @@ void keep_decode(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor tensor = arguments.take<Tensor>();
   const CachedLaunch& launch = cached_launch("keep_decode", tensor);
   const int64_t device = arguments.take<int64_t>(), seqlen_q = arguments.take<int64_t>();
-  launch_cache().keep(key_of(options, PlanOf{launch, device, seqlen_q}), launch);
+  const int64_t options_hash = arguments.take<int64_t>();
+  launch_cache().keep(key_of(options, PlanOf{launch, device, seqlen_q}), {launch, options_hash});
   return_results(stack, std::tuple<>());
 }
 
@@ -103,7 +110,6 @@ struct RepeatedCall {
     call.cu_seqlens_q = arguments.take<std::optional<Tensor>>();
     call.sinks = arguments.take<std::optional<Tensor>>();
     call.scheduler_metadata = arguments.take<std::optional<Tensor>>();
-    call.options_hash = arguments.take<int64_t>();
   }
 
   bool q_has_its_axes() const { return call.q.dim() == (call.varlen() ? 3 : 4); }
@@ -119,16 +125,19 @@ struct RepeatedCall {
     return descale->dim() == 3 ? has_bytes(cache) : descale->dim() == 2 || is_one_number(*descale);
   }
 
-  // None if no launch is kept for such a call.
-  std::optional<CachedLaunch> find() const {
+  // Sets what given metadata must hold. None if no launch is kept for such a call.
+  std::optional<CachedLaunch> find() {
     const bool readable = q_has_its_axes() && has_aligned_rows(call.q) && is_cache(call.k_cache) &&
                           is_cache(call.v_cache) && is_readable(call.k_descale, call.k_cache) &&
                           is_readable(call.v_descale, call.v_cache);
     if (!readable) return std::nullopt;
-    return launch_cache().find(key_of(options, call));
+    const std::optional<KeptDecode> kept = launch_cache().find(key_of(options, call));
+    if (!kept) return std::nullopt;
+    if (call.scheduler_metadata) call.options_hash = kept->options_hash;
+    return kept->launch;
   }
 
-  std::optional<Tensor> run() const {
+  std::optional<Tensor> run() {
     const std::optional<CachedLaunch> launch = find();
     if (!launch) return {};
     return run_decode(*launch, call, out);
@@ -137,7 +146,7 @@ struct RepeatedCall {
 
 void decode_kept(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  const RepeatedCall repeated = RepeatedCall::take(arguments);
+  RepeatedCall repeated = RepeatedCall::take(arguments);
   return_results(stack, std::tuple(repeated.run()));
 }
 
@@ -210,7 +219,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_CALL "Tensor? cache_seqlens, Tensor? page_table, int seqlen, Tensor(a!)? lse"
 #define FA3_MORE                                                                        \
   "Tensor(b!)? out, int max_seqlen_q, Tensor? cache_batch_idx, Tensor? cache_leftpad, " \
-  "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? scheduler_metadata, int options_hash"
+  "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? scheduler_metadata"
 #define FA3_DESCALES "Tensor? k_descale, Tensor? v_descale"
 #define FA3_NEW_TOKENS                                                                     \
   "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, " \
@@ -219,7 +228,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   const std::string written =
       "(int options, Tensor q, Tensor(c!) k_cache, Tensor(d!) v_cache, " FA3_CALL;
   // launch: of prepare_decode. device: index of the GPU, -1 of another device.
-  library.def("keep_decode(int options, Tensor launch, int device, int seqlen_q) -> ()");
+  library.def(
+      "keep_decode(int options, Tensor launch, int device, int seqlen_q, int options_hash) -> ()");
   library.def(("decode_kept" + read + ") -> Tensor?").c_str());
   library.def(
       ("decode_kept_with" + read + ", " FA3_MORE ", " FA3_DESCALES ") -> Tensor(b!)?").c_str());

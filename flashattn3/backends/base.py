@@ -140,9 +140,9 @@ class CachedLaunch(Protocol):
         """Write out, new if None, and lse. Returns out."""
 
     @property
-    def keep(self) -> Callable[[int, int], CachedOperators] | None:
-        """The same of (number, seqlen_q), for calls with seqlen_q queries, in a varlen batch of the
-        longest sequence."""
+    def keep(self) -> Callable[[int, int, int], CachedOperators] | None:
+        """The same of (number, seqlen_q, options_hash), for calls of seqlen_q queries, in a varlen
+        batch of the longest sequence, whose metadata must hold options_hash."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         """Write the new tokens into the caches, and the rotated q into q_out."""

@@ -103,7 +103,7 @@ def with_kvcache(
             most = -1 if longest is None else longest
             further = Further(
                 out, most, cache_batch_idx, cache_leftpad, cu_seqlens_q, sinks, scheduler_metadata,
-                0, k_descale, v_descale,
+                k_descale, v_descale,
             )  # fmt: skip
         result = attend_kept(
             options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new

@@ -64,11 +64,13 @@ class CheckedCall(NamedTuple):
 def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> CheckedCall:
     found = metadata_under(key)
     check_decode(found, options, lengths)
-    plan = plan_of(problems.describe_decode(found, options, lengths.max_seqlen_q))
+    problem = problems.describe_decode(found, options, lengths.max_seqlen_q)
+    plan = plan_of(problem)
     q, _, v_cache = found[:3]
     _, _, seqlen_q = query_sizes(DecodeTensors(*found), lengths.max_seqlen_q)
     if plan.launch.keep is not None and not is_checked(q.device):
-        cached_launch_cache(options).keep(plan.launch.keep, seqlen_q)
+        options_hash = options_hash_of(problem, options)
+        cached_launch_cache(options).keep(plan.launch.keep, seqlen_q, options_hash)
     of_out, of_lse = result_shapes(q, v_cache)
     wanted = options.return_lse or plan.launch.needs_lse
     of_lse = of_lse if wanted else None

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..call.cached import DecodeOptions, lse_shape, one_q_position
-from ..call.scheduler_metadata import hash_of_options
 from .aten_node import registered_node
 
 if TYPE_CHECKING:
@@ -131,8 +130,7 @@ def _text(error: BaseException) -> str:
 
 
 class Further(NamedTuple):
-    """Arguments of a cached call that most calls lack. max_seqlen_q: -1: the number of rows.
-    options_hash: what the metadata must hold."""
+    """Arguments of a cached call that most calls lack. max_seqlen_q: -1: the number of rows."""
 
     out: Tensor | None = None
     max_seqlen_q: int = -1
@@ -141,7 +139,6 @@ class Further(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     sinks: Tensor | None = None
     scheduler_metadata: Tensor | None = None
-    options_hash: int = 0
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
 
@@ -189,12 +186,7 @@ def attend_kept(
         if further is new is None:
             operator, more = operators.decode, ()
         else:
-            further = further or _NOTHING
-            if further.scheduler_metadata is not None:
-                page_size = 0 if page_table is None else k_cache.shape[1]
-                sizes = q.shape[-2], k_cache.shape[-2], q.shape[-1], v_cache.shape[-1], page_size
-                further = further._replace(options_hash=_hash_of(sizes, q.dtype, options))
-            operator, more = _with_more(operators, options, further, new)
+            operator, more = _with_more(operators, options, further or _NOTHING, new)
             if operator is None:
                 return None
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if options.return_lse else None
@@ -206,7 +198,6 @@ def attend_kept(
 
 _NOTHING = Further()
 _DENSE = Tensor, torch.nn.Parameter
-_hash_of = lru_cache(maxsize=4096)(hash_of_options)
 
 
 def _with_more(

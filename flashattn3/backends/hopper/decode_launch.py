@@ -152,7 +152,7 @@ class DecodeLaunch:
         return run
 
     @cached_property
-    def keep(self) -> Callable[[int, int], CachedOperators] | None:
+    def keep(self) -> Callable[[int, int, int], CachedOperators] | None:
         """See ``CachedLaunch``. None where a plan depends on more than CACHED_PLAN
         (call/tensor_fields.py) has, or a call on more than the operators take."""
         problem, library = self.problem, self.library
@@ -163,8 +163,8 @@ class DecodeLaunch:
         append = library.append_kept if self.appends else None
         operators = CachedOperators(library.decode_kept, library.decode_kept_with, append)
 
-        def keep(number: int, seqlen_q: int) -> CachedOperators:
-            library.keep_decode(number, self.kernel_launch.handle, index, seqlen_q)
+        def keep(number: int, seqlen_q: int, options_hash: int) -> CachedOperators:
+            library.keep_decode(number, self.kernel_launch.handle, index, seqlen_q, options_hash)
             return operators
 
         return keep
