@@ -22,10 +22,10 @@ def widened(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
-def of_keys(descale, page, row, stride_b, stride_s, exists, MASKED: tl.constexpr):
+def of_keys(descale, page, row, strides, exists, MASKED: tl.constexpr):
     """Descales of keys, by page and row in it; of keys that do not exist 0. descale: a pointer to
     those of a head, of a dense cache, which has page 0, to those of the cache."""
-    places = descale + page * stride_b + row * stride_s
+    places = descale + page * strides.b + row * strides.s
     return tl.load(places, mask=exists, other=0.0) if MASKED else tl.load(places)
 
 

@@ -88,16 +88,12 @@ def attend_keys(
     q,
     k_head,
     v_head,
-    k_stride_b,
-    k_stride_s,
-    v_stride_b,
-    v_stride_s,
+    k_strides,
+    v_strides,
     k_descale,
     v_descale,
-    k_descale_stride_b,
-    k_descale_stride_s,
-    v_descale_stride_b,
-    v_descale_stride_s,
+    k_descale_strides,
+    v_descale_strides,
     table_row,
     num_pages,
     edges,
@@ -158,7 +154,7 @@ def attend_keys(
                     PAGE_SIZE, KEYS,
                 )  # fmt: skip
                 any_lost |= lost
-                k_rows = page * k_stride_b + row * k_stride_s
+                k_rows = page * k_strides.b + row * k_strides.s
                 k = load_rows(
                     k_head + k_rows[:, None] + columns[None, :],
                     exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0, HEAD_DIM < BLOCK_D,
@@ -166,7 +162,7 @@ def attend_keys(
                 scores = tl.dot(q, tl.trans(widened(k, MATH, NATIVE_FP8)))
                 if K_OF_KEYS:
                     scores *= of_keys(
-                        k_descale, page, row, k_descale_stride_b, k_descale_stride_s, exists,
+                        k_descale, page, row, k_descale_strides, exists,
                         MASKED or PAGE_SIZE > 0,
                     )[None, :]  # fmt: skip
                 step = 1.0 if SOFTCAP else factor
@@ -197,7 +193,7 @@ def attend_keys(
                 p = tl.math.exp2(scores * step - reference[:, None])
                 decay = tl.math.exp2(row_max - reference)
                 row_sum = row_sum * decay + tl.sum(p, 1)
-                v_rows = page * v_stride_b + row * v_stride_s
+                v_rows = page * v_strides.b + row * v_strides.s
                 v = load_rows(
                     v_head + v_rows[:, None] + columns_v[None, :],
                     exists, columns_v, HEAD_DIM_V, MASKED or PAGE_SIZE > 0, HEAD_DIM_V < BLOCK_DV,
@@ -205,7 +201,7 @@ def attend_keys(
                 v = widened(v, MATH, NATIVE_FP8)
                 if V_OF_KEYS:
                     p *= of_keys(
-                        v_descale, page, row, v_descale_stride_b, v_descale_stride_s, exists,
+                        v_descale, page, row, v_descale_strides, exists,
                         MASKED or PAGE_SIZE > 0,
                     )[None, :]  # fmt: skip
                     if IN_UNITS:

@@ -10,6 +10,8 @@ tile of FEW_M rows, others have tiles of BLOCK_M; FEW_M is 0 where all have BLOC
 part as much in either tile: with few rows it is read as long as many rows compute with it.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,38 +28,56 @@ MAGIC = tl.constexpr(0x6B763031)
 MIN_UNITS = tl.constexpr(2)
 
 
+class Sequences(NamedTuple):
+    """The sequences of a cached call, as arguments of its kernels: pointers, which may be None, and
+    numbers."""
+
+    cache_seqlens: tl.tensor
+    cache_leftpad: tl.tensor
+    cu_seqlens_q: tl.tensor
+    cu_seqlens_k_new: tl.tensor
+    batch: tl.tensor
+    seqlen_q: tl.tensor  # of the longest
+    total_q: tl.tensor
+    seqlen_k: tl.tensor  # where cache_seqlens is None
+    seqlen_new: tl.tensor
+    capacity: tl.tensor
+
+
 @triton.jit
-def key_lengths(cache_seqlens, cu_seqlens_k_new, seqlen_k, seqlen_new, batch_idx, batch, capacity):
+def key_lengths(sequences, batch_idx):
     """Given cached tokens, new tokens, and the length of sequences: of one, or of a vector."""
-    inside = batch_idx < batch
-    given = seqlen_k
-    if cache_seqlens is not None:
-        given = tl.load(cache_seqlens + batch_idx, mask=inside, other=0)
-    new = seqlen_new
-    if cu_seqlens_k_new is not None:
-        begin = tl.load(cu_seqlens_k_new + batch_idx, mask=inside, other=0)
-        new = tl.load(cu_seqlens_k_new + batch_idx + 1, mask=inside, other=0) - begin
-    cached = tl.minimum(tl.maximum(given, 0), capacity)
-    return given, new, tl.minimum(cached + tl.maximum(new, 0), capacity)
+    inside = batch_idx < sequences.batch
+    given = sequences.seqlen_k
+    if sequences.cache_seqlens is not None:
+        given = tl.load(sequences.cache_seqlens + batch_idx, mask=inside, other=0)
+    new = sequences.seqlen_new
+    edges = sequences.cu_seqlens_k_new
+    if edges is not None:
+        begin = tl.load(edges + batch_idx, mask=inside, other=0)
+        new = tl.load(edges + batch_idx + 1, mask=inside, other=0) - begin
+    cached = tl.minimum(tl.maximum(given, 0), sequences.capacity)
+    return given, new, tl.minimum(cached + tl.maximum(new, 0), sequences.capacity)
 
 
 @triton.jit
-def query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch):
+def query_span(sequences, batch_idx):
     """First row and number of queries: of one sequence, or of a vector of them."""
     start = batch_idx * 0
-    length = start + seqlen_q
-    if cu_seqlens_q is not None:
-        inside = batch_idx < batch
-        start = tl.load(cu_seqlens_q + batch_idx, mask=inside, other=0)
-        end = tl.load(cu_seqlens_q + batch_idx + 1, mask=inside, other=0)
-        start = tl.minimum(tl.maximum(start, 0), total_q)
-        end = tl.minimum(tl.maximum(end, start), total_q)
-        length = tl.minimum(end - start, seqlen_q)
+    length = start + sequences.seqlen_q
+    edges = sequences.cu_seqlens_q
+    if edges is not None:
+        inside = batch_idx < sequences.batch
+        start = tl.load(edges + batch_idx, mask=inside, other=0)
+        end = tl.load(edges + batch_idx + 1, mask=inside, other=0)
+        start = tl.minimum(tl.maximum(start, 0), sequences.total_q)
+        end = tl.minimum(tl.maximum(end, start), sequences.total_q)
+        length = tl.minimum(end - start, sequences.seqlen_q)
     return start, length
 
 
 @triton.jit
-def metadata_poison(metadata, options_hash, batch_idx, given, new, queries, cache_leftpad):
+def metadata_poison(metadata, options_hash, sequences, batch_idx, given, new, queries):
     """NaN if the scheduler metadata was made for another call, else 0."""
     fits = tl.load(metadata) == MAGIC
     fits = fits & (tl.load(metadata + 1) == options_hash)
@@ -65,8 +85,8 @@ def metadata_poison(metadata, options_hash, batch_idx, given, new, queries, cach
     fits = fits & (tl.load(own) == given) & ((new == 0) | (tl.load(own + 1) == new))
     fits = fits & (tl.load(own + 2) == queries)
     leftpad = 0
-    if cache_leftpad is not None:
-        leftpad = tl.load(cache_leftpad + batch_idx)
+    if sequences.cache_leftpad is not None:
+        leftpad = tl.load(sequences.cache_leftpad + batch_idx)
     fits = fits & (tl.load(own + 3) == leftpad)
     return tl.where(fits, 0.0, float("nan"))
 
@@ -83,16 +103,7 @@ def m_blocks_of(queries, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, FEW_M: tl.c
 
 @triton.jit
 def tiles_of(
-    cache_seqlens,
-    cache_leftpad,
-    cu_seqlens_q,
-    cu_seqlens_k_new,
-    batch,
-    seqlen_q,
-    total_q,
-    seqlen_k,
-    seqlen_new,
-    capacity,
+    sequences,
     window_left,
     first_sequence,
     GROUP: tl.constexpr,
@@ -104,16 +115,15 @@ def tiles_of(
     """m_blocks of CHUNK sequences, and units of UNIT keys of each of their tiles at most, whatever
     its rows see."""
     batch_idx = first_sequence + tl.arange(0, CHUNK)
-    inside = batch_idx < batch
-    _, _, length = key_lengths(
-        cache_seqlens, cu_seqlens_k_new, seqlen_k, seqlen_new, batch_idx, batch, capacity
-    )
-    _, queries = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
+    inside = batch_idx < sequences.batch
+    _, _, length = key_lengths(sequences, batch_idx)
+    _, queries = query_span(sequences, batch_idx)
     begin = tl.zeros_like(batch_idx)
     if LEFT:
         begin = tl.maximum(length - queries - window_left, 0)
-    if cache_leftpad is not None:
-        begin = tl.maximum(begin, tl.load(cache_leftpad + batch_idx, mask=inside, other=0))
+    if sequences.cache_leftpad is not None:
+        leftpad = tl.load(sequences.cache_leftpad + batch_idx, mask=inside, other=0)
+        begin = tl.maximum(begin, leftpad)
     units = tl.cdiv(tl.maximum(length - round_down(begin, UNIT), 0), UNIT)
     return tl.where(inside, m_blocks_of(queries, GROUP, BLOCK_M, FEW_M), 0), units
 
@@ -142,16 +152,7 @@ def keys_of_part(part, num_parts, units, UNIT: tl.constexpr):
 @triton.jit
 def find_work(
     index,
-    cache_seqlens,
-    cache_leftpad,
-    cu_seqlens_q,
-    cu_seqlens_k_new,
-    batch,
-    seqlen_q,
-    total_q,
-    seqlen_k,
-    seqlen_new,
-    capacity,
+    sequences,
     window_left,
     num_heads_kv,
     num_ctas,
@@ -173,12 +174,10 @@ def find_work(
     share = tl.full((), 1, tl.int32)
     if num_splits == 0:
         work = tl.full((), 0, tl.int64)
-        for first_sequence in range(0, batch, CHUNK):
+        for first_sequence in range(0, sequences.batch, CHUNK):
             m_blocks, units = tiles_of(
-                cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q,
-                total_q, seqlen_k, seqlen_new, capacity, window_left, first_sequence,
-                GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
-            )  # fmt: skip
+                sequences, window_left, first_sequence, GROUP, BLOCK_M, FEW_M, UNIT, LEFT
+            )
             work += tl.sum(m_blocks.to(tl.int64) * units, 0)
         share = tl.maximum(tl.cdiv(work * num_heads_kv, num_ctas), MIN_UNITS).to(tl.int32)
     batch_idx = -1
@@ -188,12 +187,10 @@ def find_work(
     slot = 0
     before = 0
     slots_before = 0
-    for first_sequence in range(0, batch, CHUNK):
+    for first_sequence in range(0, sequences.batch, CHUNK):
         m_blocks, units = tiles_of(
-            cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q,
-            total_q, seqlen_k, seqlen_new, capacity, window_left, first_sequence,
-            GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
-        )  # fmt: skip
+            sequences, window_left, first_sequence, GROUP, BLOCK_M, FEW_M, UNIT, LEFT
+        )
         parts = parts_of(units, share, num_splits)
         tiles = m_blocks * num_heads_kv
         slots = tl.where(parts > 1, tiles * parts, 0)
@@ -277,15 +274,18 @@ def combine_parts_kernel(
     workspace_slots and the constants are those of ``decode_kernel``.
     """
     pid = tl.program_id(0)
+    sequences = Sequences(
+        cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q, total_q,
+        seqlen_k, seqlen_new, capacity,
+    )  # fmt: skip
     batch_idx, tile, _, num_parts, slot = find_work(
-        pid // (SLOT_M // ROWS), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
-        batch, seqlen_q, total_q, seqlen_k, seqlen_new, capacity, window_left, num_heads_kv,
-        num_ctas, num_splits, True, GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
+        pid // (SLOT_M // ROWS), sequences, window_left, num_heads_kv, num_ctas, num_splits, True,
+        GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
     )  # fmt: skip
     slot += tile * num_parts
     if (batch_idx < 0) | (slot + num_parts > workspace_slots):  # wrong cu_seqlens_q may overlap
         return
-    start_q, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
+    start_q, length_q = query_span(sequences, batch_idx)
     head_kv = tile % num_heads_kv
     m_block = m_block_at(tile // num_heads_kv, length_q, GROUP, BLOCK_M, RIGHT)
     first_row = pid % (SLOT_M // ROWS) * ROWS

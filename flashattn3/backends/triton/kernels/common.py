@@ -5,12 +5,23 @@ exp2; offsets within a tensor are 64-bit, so that tensors beyond 2**31 elements 
 are in rows or keys, not in tile indices.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 FULL = tl.constexpr(1)  # the stage of full blocks, see stage_range
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Strides(NamedTuple):
+    """Strides in elements of a tensor whose last axis is dense. As suffixes of kernel arguments
+    they have the same letters."""
+
+    b: tl.tensor  # batch; of caches: cache or page
+    s: tl.tensor  # sequence
+    h: tl.tensor  # head
 
 
 @triton.jit
@@ -43,7 +54,7 @@ def stride_of(stride, UNIT: tl.constexpr):
 @triton.jit
 def strides_of(batch, row, head, UNIT: tl.constexpr):
     """``stride_of`` of the three strides of a tensor."""
-    return stride_of(batch, UNIT), stride_of(row, UNIT), stride_of(head, UNIT)
+    return Strides(stride_of(batch, UNIT), stride_of(row, UNIT), stride_of(head, UNIT))
 
 
 @triton.jit

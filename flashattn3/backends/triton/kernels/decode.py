@@ -13,10 +13,8 @@ right for other lengths.
 import triton
 import triton.language as tl
 
-from .cache_parts import (
-    find_work,
-    query_span,
-)
+from .cache_parts import Sequences, find_work, query_span
+from .common import Strides, strides_of
 from .decode_part import attend_part
 
 
@@ -130,30 +128,35 @@ def decode_kernel(
     pages, or of dense caches, and the stride 0 of the tokens of a page; else of the sequence.
     e4m3 is passed as bytes. NATIVE_FP8: whether Triton converts it on the GPU.
     """
-    batch_idx, part, units, num_parts, slot = find_work(
-        tl.program_id(0), cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch,
-        seqlen_q, total_q, seqlen_k, seqlen_new, capacity, window_left, num_heads_kv, num_ctas,
-        num_splits, False, GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
+    sequences = Sequences(
+        cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q, total_q,
+        seqlen_k, seqlen_new, capacity,
     )  # fmt: skip
+    work = find_work(
+        tl.program_id(0), sequences, window_left, num_heads_kv, num_ctas, num_splits, False,
+        GROUP, BLOCK_M, FEW_M, UNIT, LEFT,
+    )  # fmt: skip
+    batch_idx = work[0]
     if batch_idx < 0:
         return
-    _, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
+    _, length_q = query_span(sequences, batch_idx)
     for kind in tl.static_range(1 + (FEW_M > 0)):
         if (length_q * GROUP <= FEW_M) == (kind == 1):
             attend_part(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, out_parts, lse_parts, cache_seqlens,
-                page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
-                q_descale, k_descale, v_descale, sinks, metadata, tree_mask, slopes, q_stride_b,
-                q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
-                v_stride_h, out_stride_b, out_stride_s, out_stride_h, lse_stride_b,
-                lse_stride_h, table_stride, tree_stride_b, tree_stride_s, slopes_stride_b,
-                q_descale_stride_b, q_descale_stride_h, k_descale_stride_b, k_descale_stride_s,
-                k_descale_stride_h, v_descale_stride_b,
-                v_descale_stride_s, v_descale_stride_h, batch, seqlen_q, total_q, seqlen_k,
-                seqlen_new, capacity, num_caches, num_pages, num_heads_kv, options_hash,
-                window_left, window_right, scale_log2, cap_log2, STRIDE_UNIT, HEAD_DIM, HEAD_DIM_V,
-                BLOCK_D, BLOCK_DV, GROUP, SLOT_M,
-                FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N, UNIT, SPANS,
-                PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
-                batch_idx, part, units, num_parts, slot,
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, out_parts, lse_parts, page_table,
+                cache_batch_idx, q_descale, k_descale, v_descale, sinks, metadata, tree_mask,
+                slopes,
+                strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT),
+                strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT),
+                strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT),
+                strides_of(out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT),
+                lse_stride_b, lse_stride_h, table_stride, tree_stride_b, tree_stride_s,
+                slopes_stride_b, q_descale_stride_b, q_descale_stride_h,
+                Strides(k_descale_stride_b, k_descale_stride_s, k_descale_stride_h),
+                Strides(v_descale_stride_b, v_descale_stride_s, v_descale_stride_h),
+                sequences, work, num_caches, num_pages, num_heads_kv, options_hash, window_left,
+                window_right, scale_log2, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+                GROUP, SLOT_M, FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N,
+                UNIT, SPANS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS,
+                NATIVE_FP8,
             )  # fmt: skip

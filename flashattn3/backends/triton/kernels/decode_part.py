@@ -11,7 +11,7 @@ from .cache_parts import (
     metadata_poison,
     query_span,
 )
-from .common import LN2, LOG2E, n_block_range, round_down, store_tile, strides_of, tile_offsets
+from .common import LN2, LOG2E, n_block_range, round_down, store_tile, tile_offsets
 from .fp8 import as_float16
 from .score_terms import with_sink
 from .spans import finish_spans, join_span, part_of_span
@@ -29,12 +29,8 @@ def attend_part(
     lse_ptr,
     out_parts,
     lse_parts,
-    cache_seqlens,
     page_table,
     cache_batch_idx,
-    cache_leftpad,
-    cu_seqlens_q,
-    cu_seqlens_k_new,
     q_descale,
     k_descale,
     v_descale,
@@ -42,18 +38,10 @@ def attend_part(
     metadata,
     tree_mask,
     slopes,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    v_stride_b,
-    v_stride_s,
-    v_stride_h,
-    out_stride_b,
-    out_stride_s,
-    out_stride_h,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
     lse_stride_b,
     lse_stride_h,
     table_stride,
@@ -62,18 +50,10 @@ def attend_part(
     slopes_stride_b,
     q_descale_stride_b,
     q_descale_stride_h,
-    k_descale_stride_b,
-    k_descale_stride_s,
-    k_descale_stride_h,
-    v_descale_stride_b,
-    v_descale_stride_s,
-    v_descale_stride_h,
-    batch,
-    seqlen_q,
-    total_q,
-    seqlen_k,
-    seqlen_new,
-    capacity,
+    k_descale_strides,
+    v_descale_strides,
+    sequences,
+    work,
     num_caches,
     num_pages,
     num_heads_kv,
@@ -82,7 +62,6 @@ def attend_part(
     window_right,
     scale_log2,
     cap_log2,
-    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -101,31 +80,21 @@ def attend_part(
     K_OF_KEYS: tl.constexpr,
     V_OF_KEYS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
-    batch_idx,
-    part,
-    units,
-    num_parts,
-    slot,
 ):
-    """One part of one tile of ROWS packed rows, KEYS keys in a step, of a sequence."""
-    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
-    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
-    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
-    out_stride_b, out_stride_s, out_stride_h = strides_of(
-        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
-    )
+    """One part of one tile of ROWS packed rows, KEYS keys in a step, of a sequence. work: what
+    ``find_work`` returns."""
+    batch_idx, part, units, num_parts, slot = work
+    cache_leftpad = sequences.cache_leftpad
     slot = (slot + part).to(tl.int64)
     split = part % num_parts
     head_kv = part // num_parts % num_heads_kv
     m_block = part // num_parts // num_heads_kv
-    given, new, length_k = key_lengths(
-        cache_seqlens, cu_seqlens_k_new, seqlen_k, seqlen_new, batch_idx, batch, capacity
-    )
-    start_q, length_q = query_span(cu_seqlens_q, seqlen_q, total_q, batch_idx, batch)
+    given, new, length_k = key_lengths(sequences, batch_idx)
+    start_q, length_q = query_span(sequences, batch_idx)
     poison = 0.0
     if metadata is not None:
         poison += metadata_poison(
-            metadata, options_hash, batch_idx, given, new, length_q, cache_leftpad
+            metadata, options_hash, sequences, batch_idx, given, new, length_q
         )
     cache_idx = batch_idx
     if cache_batch_idx is not None:
@@ -177,9 +146,9 @@ def attend_part(
     heads = head_kv * GROUP + rows % GROUP
     valid = tokens < length_q
     batch_64 = batch_idx.to(tl.int64)
-    q_rows = batch_64 * q_stride_b + (start_q + tokens).to(tl.int64) * q_stride_s
+    q_rows = batch_64 * q_strides.b + (start_q + tokens).to(tl.int64) * q_strides.s
     q = tl.load(
-        q_ptr + (q_rows + heads.to(tl.int64) * q_stride_h)[:, None] + columns[None, :],
+        q_ptr + (q_rows + heads.to(tl.int64) * q_strides.h)[:, None] + columns[None, :],
         mask=valid[:, None] & (columns < HEAD_DIM)[None, :],
         other=0.0,
     )
@@ -203,28 +172,28 @@ def attend_part(
         )
     if k_descale is not None and not K_OF_KEYS:
         scale_log2 *= tl.load(
-            k_descale + batch_64 * k_descale_stride_b + head_kv * k_descale_stride_h
+            k_descale + batch_64 * k_descale_strides.b + head_kv * k_descale_strides.h
         )
     # A negative factor is that of -q, so that the maximum may be taken of raw scores.
     q = tl.where(scale_log2 < 0, -q, q)
     factor = tl.where(scale_log2 == 0, SMALLEST_FACTOR, tl.abs(scale_log2))
-    k_head = k_ptr + head_kv.to(tl.int64) * k_stride_h
-    v_head = v_ptr + head_kv.to(tl.int64) * v_stride_h
+    k_head = k_ptr + head_kv.to(tl.int64) * k_strides.h
+    v_head = v_ptr + head_kv.to(tl.int64) * v_strides.h
     table_row = page_table
     of_v = 1.0
     if K_OF_KEYS:
-        k_descale += head_kv * k_descale_stride_h
+        k_descale += head_kv * k_descale_strides.h
     if V_OF_KEYS:
-        v_descale += head_kv * v_descale_stride_h
+        v_descale += head_kv * v_descale_strides.h
     elif v_descale is not None:
-        of_v = tl.load(v_descale + batch_64 * v_descale_stride_b + head_kv * v_descale_stride_h)
+        of_v = tl.load(v_descale + batch_64 * v_descale_strides.b + head_kv * v_descale_strides.h)
     if PAGE_SIZE == 0:
-        k_head += cache_idx.to(tl.int64) * k_stride_b
-        v_head += cache_idx.to(tl.int64) * v_stride_b
+        k_head += cache_idx.to(tl.int64) * k_strides.b
+        v_head += cache_idx.to(tl.int64) * v_strides.b
         if K_OF_KEYS:
-            k_descale += cache_idx.to(tl.int64) * k_descale_stride_b
+            k_descale += cache_idx.to(tl.int64) * k_descale_strides.b
         if V_OF_KEYS:
-            v_descale += cache_idx.to(tl.int64) * v_descale_stride_b
+            v_descale += cache_idx.to(tl.int64) * v_descale_strides.b
     else:
         table_row += cache_idx.to(tl.int64) * table_stride
     whole = num_parts == 1
@@ -234,9 +203,8 @@ def attend_part(
         lse = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         for span in range(round_down(edges[0], UNIT), edges[3], UNIT):
             acc, row_sum, row_max, lost = attend_keys(
-                q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale,
-                v_descale, k_descale_stride_b, k_descale_stride_s, v_descale_stride_b,
-                v_descale_stride_s, table_row, num_pages,
+                q, k_head, v_head, k_strides, v_strides, k_descale, v_descale, k_descale_strides,
+                v_descale_strides, table_row, num_pages,
                 edges_within(edges, span, span + UNIT, KEYS), lowest, readable, cache_leftpad,
                 leftpad, tree_low, tree_high, slope, tokens, length_k, diagonal, window_left,
                 window_right, factor, cap_log2,
@@ -250,9 +218,8 @@ def attend_part(
             out, lse = out + poison, lse + poison
     else:
         acc, row_sum, row_max, lost = attend_keys(
-            q, k_head, v_head, k_stride_b, k_stride_s, v_stride_b, v_stride_s, k_descale,
-            v_descale, k_descale_stride_b, k_descale_stride_s, v_descale_stride_b,
-            v_descale_stride_s, table_row, num_pages, edges, lowest, readable, cache_leftpad,
+            q, k_head, v_head, k_strides, v_strides, k_descale, v_descale, k_descale_strides,
+            v_descale_strides, table_row, num_pages, edges, lowest, readable, cache_leftpad,
             leftpad, tree_low, tree_high, slope, tokens, length_k, diagonal, window_left,
             window_right, factor, cap_log2,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP,
@@ -269,9 +236,9 @@ def attend_part(
         lse = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(row_sum)) + poison
         out = acc * (acc_scale * tl.where(empty, 1.0, 1.0 / row_sum) * of_v)[:, None] + poison
     if whole:
-        out_rows = batch_64 * out_stride_b + (start_q + tokens).to(tl.int64) * out_stride_s
+        out_rows = batch_64 * out_strides.b + (start_q + tokens).to(tl.int64) * out_strides.s
         out_tile = (
-            out_ptr + (out_rows + heads.to(tl.int64) * out_stride_h)[:, None] + columns_v[None, :]
+            out_ptr + (out_rows + heads.to(tl.int64) * out_strides.h)[:, None] + columns_v[None, :]
         )
         store_tile(out_tile, out, tokens, length_q, columns_v, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
         lse_rows = batch_64 * lse_stride_b + heads.to(tl.int64) * lse_stride_h + start_q + tokens
