@@ -142,15 +142,23 @@ FEATURE_CASES = (
 def quick_case(case, backend: str, dtype: torch.dtype) -> bool:
     """Whether the quick tier runs a case without a GPU: every feature on every backend and in every
     dtype, and all cases once."""
-    return case.name in FEATURE_CASES or (backend, dtype) == ("reference", torch.bfloat16)
+    return case.name in FEATURE_CASES or (backend, dtype) == ("reference", torch.float32)
 
 
 def swept_case(case, backend: str, dtype: torch.dtype) -> bool:
-    """Whether test_reference.py has the same case and dtype, with smaller tiles."""
-    return case.name not in FEATURE_CASES and (backend, dtype) == ("reference", torch.float64)
+    """Whether a similar case runs: the reference backend computes 16 bits in float32, and
+    test_reference.py has all cases in float64, with smaller tiles."""
+    return case.name not in FEATURE_CASES and backend == "reference" and dtype != torch.float32
 
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+def is_twin(backend: str, dtype: torch.dtype | None = None, **_) -> bool:
+    """Whether the same is computed in float16: the reference backend computes both in float32."""
+    return (backend, dtype) == ("reference", torch.bfloat16)
+
+
 # Triton's interpreter multiplies bfloat16 matrices as if their bits were integers.
 TRITON_DTYPES = SIXTEEN_BIT if GPU else (torch.float16,)
 BACKEND_DTYPES = [

@@ -17,6 +17,7 @@ from helpers import (
     SIXTEEN_BIT,
     TRITON_DTYPES,
     forget_cached_calls,
+    is_twin,
     needs_hopper,
 )
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
@@ -97,7 +98,8 @@ GPU_BACKENDS = CACHE_BACKENDS[1:]
 interpreted = pytest.mark.interpreted(
     quick=lambda case, backend, dtype=None, **_: (
         case.name in QUICK or (backend == "reference" and dtype in (None, torch.float16))
-    )
+    ),
+    sweep=lambda case, **of: case.name not in QUICK and is_twin(**of),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import SIXTEEN_BIT, TRITON_DTYPES, needs_hopper
+from helpers import SIXTEEN_BIT, TRITON_DTYPES, is_twin, needs_hopper
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 import flashattn3
@@ -58,7 +58,8 @@ BACKEND_DTYPES = [
     *(pytest.param("hopper", dtype, marks=needs_hopper) for dtype in SIXTEEN_BIT),
 ]
 interpreted = pytest.mark.interpreted(
-    quick=lambda case, backend, **_: case.name in QUICK or backend == "reference"
+    quick=lambda case, backend, **_: case.name in QUICK or backend == "reference",
+    sweep=lambda case, **of: case.name not in QUICK and is_twin(**of),
 )
 
 

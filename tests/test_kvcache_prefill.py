@@ -11,7 +11,14 @@ import math
 import pytest
 import torch
 from cached_kernels import CAUSAL, G8, WINDOW, inputs_of, kernel_of
-from helpers import H100, HOPPER_IS_MISSING, Prepared, forget_cached_calls, library_double
+from helpers import (
+    H100,
+    HOPPER_IS_MISSING,
+    Prepared,
+    forget_cached_calls,
+    is_twin,
+    library_double,
+)
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, size_of, tensors_of
 
@@ -293,6 +300,8 @@ ODD_STRIDES = tuple(
 DECODE_CHUNKS = (
     CacheCase("descales", (700, 300), (300, 64), page_size=16, descales="heads", options=CAUSAL),
 )
+# The reference backend runs every option with short chunks in test_kvcache.py.
+QUICK = ("chunk-window-page-3", "long-48", "ragged-16", "every-option", "more-queries-than-keys")
 CHUNK_BACKENDS = (
     "reference",
     pytest.param("triton", marks=pytest.mark.gpu),
@@ -305,7 +314,10 @@ def nothing_is_left_unwritten(poisoned_memory):
     """out, lse and the workspace are NaN first."""
 
 
-@pytest.mark.interpreted(quick=lambda case, backend, dtype: dtype == torch.float16)
+@pytest.mark.interpreted(
+    quick=lambda case, backend, dtype: case.name in QUICK and dtype == torch.float16,
+    sweep=lambda case, **of: case not in CHUNKS[:1] and is_twin(**of),
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", CHUNK_BACKENDS)
 @pytest.mark.parametrize("case", CHUNKS + DECODE_CHUNKS, ids=lambda case: case.name)
@@ -317,7 +329,9 @@ def test_chunks_against_float64(case, backend, dtype, device):
     check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
 
 
-@pytest.mark.interpreted(quick=lambda case, backend, dtype: False)
+@pytest.mark.interpreted(
+    quick=lambda case, backend, dtype: False, sweep=lambda case, **of: is_twin(**of)
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", CHUNK_BACKENDS[:2])
 @pytest.mark.parametrize("case", ODD_STRIDES, ids=lambda case: case.name)
@@ -326,7 +340,9 @@ def test_odd_strides_against_float64(case, backend, dtype, device):
     check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
 
 
-@pytest.mark.interpreted(quick=lambda dims, backend, dtype: False)
+@pytest.mark.interpreted(
+    quick=lambda dims, backend, dtype: False, sweep=lambda dims, **of: is_twin(**of)
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", CHUNK_BACKENDS[:2])
 @pytest.mark.parametrize("dims", [(64, 32), (128, 16), (40, 24)], ids=str)
