@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterable
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
-import pytest
 from helpers import ROOT, run_python
 
 PACKAGE = ROOT / "flashattn3"
@@ -78,13 +79,19 @@ def runtime_nodes(tree: ast.AST):
         yield from runtime_nodes(node)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(name: str) -> set[str]:
     """Full dotted names of the modules that a module imports; flashattn3's own start with a dot."""
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     package = [part for part in package if part]
     found = set()
-    for node in runtime_nodes(ast.parse(path.read_text())):
+    for node in runtime_nodes(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -105,12 +112,15 @@ def row_of(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("name", CORE_MODULES)
-def test_core_modules_import_only_what_their_folder_may(name):
-    allowed = MAY_IMPORT[row_of(name)]
-    own = {module[1:] for module in imports(name) if module.startswith(".")}
-    wrong = {module for module in own if not any(fnmatch(module, x) for x in allowed)}
-    assert not wrong, f"{name} must not import {wrong}"
+def test_core_modules_import_only_what_their_folder_may():
+    wrong = [
+        f"{name} must not import {module[1:]}"
+        for name in CORE_MODULES
+        for module in sorted(imports(name))
+        if module.startswith(".")
+        if not any(fnmatch(module[1:], allowed) for allowed in MAY_IMPORT[row_of(name)])
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def all_that_run(name: str) -> set[str]:
@@ -143,29 +153,31 @@ def third_party(name: str) -> set[str]:
     return roots - set(sys.stdlib_module_names) - {"flashattn3"}
 
 
-@pytest.mark.parametrize("name", CORE_MODULES)
-def test_core_modules_need_only_torch_and_triton(name):
-    triton_allowed = name.startswith("backends.triton.")
-    allowed = {"torch", "triton"} if triton_allowed else {"torch"}
-    if name in TORCH_FREE:
-        allowed = set()
-    if name == "masks.figure":
-        allowed = {"matplotlib"}
-    assert third_party(name) <= allowed
+def test_core_modules_need_only_torch_and_triton():
+    def allowed(name: str) -> set[str]:
+        if name in TORCH_FREE:
+            return set()
+        if name == "masks.figure":
+            return {"matplotlib"}
+        return {"torch", "triton"} if name.startswith("backends.triton.") else {"torch"}
+
+    wrong = {name: third_party(name) - allowed(name) for name in CORE_MODULES}
+    assert not any(wrong.values()), {name: found for name, found in wrong.items() if found}
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "build_support").glob("*.py")), ids=lambda p: p.name
-)
-def test_the_build_needs_the_standard_library_alone(path):
-    """It runs before anything is installed; only the hooks that pip calls know setuptools."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+def roots(nodes: Iterable[ast.AST]) -> set[str]:
+    """The packages outside of this file's own that the nodes import."""
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    allowed = {"build_support", "third_party"}
-    if path.name == "backend.py":
-        allowed |= {"setuptools"}
-    assert {name.split(".")[0] for name in found} <= allowed | set(sys.stdlib_module_names)
+    return {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
+
+
+def test_the_build_needs_the_standard_library_alone():
+    """It runs before anything is installed; only the hooks that pip calls know setuptools."""
+    for path in (ROOT / "build_support").glob("*.py"):
+        hooks = {"setuptools"} if path.name == "backend.py" else set()
+        found = roots(list(ast.walk(tree_of(path))))
+        assert found <= {"build_support", "third_party"} | hooks, f"{path.name}: {found}"
 
 
 def test_only_the_command_line_draws_or_measures():
@@ -202,16 +214,16 @@ def calls(tree: ast.AST, inside: str = ""):
         yield from calls(node, holder)
 
 
-@pytest.mark.parametrize("name", [n for n in CORE_MODULES if n != "backends.reference.buckets"])
-def test_no_core_module_waits_for_a_device_or_leaves_the_process(name):
+def test_no_core_module_waits_for_a_device_or_leaves_the_process():
     forbidden = WAITING_CALLS | {"exit", "_exit", "abort"}
-    tree = ast.parse(MODULES[name].read_text())
     found = {
-        (holder, call)
-        for holder, call in calls(tree)
+        (name, holder, call)
+        for name in CORE_MODULES
+        if name != "backends.reference.buckets"
+        for holder, call in calls(tree_of(MODULES[name]))
         if call in forbidden and holder not in MAY_WAIT
     }
-    assert not found, f"{name}: {found}"
+    assert not found
 
 
 # csrc: ptx ← tile ← attention ← the kernels' folders ← launch ← torch_binding, and torch's headers
@@ -258,16 +270,8 @@ def test_csrc_includes_follow_the_arrows(tmp_path):
     ]
 
 
-INTEGRATIONS = [name for name in MODULES if name.startswith("integrations.")]
-
-
-@pytest.mark.parametrize("name", INTEGRATIONS)
-def test_integrations_import_their_library_only_when_called(name):
-    tree = ast.parse(MODULES[name].read_text())
-    roots = set()
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            roots |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            roots.add(node.module.split(".")[0])
-    assert roots <= {"torch", "__future__", *sys.stdlib_module_names}
+def test_integrations_import_their_library_only_when_called():
+    for name in MODULES:
+        if name.startswith("integrations."):
+            found = roots(tree_of(MODULES[name]).body)
+            assert found <= {"torch"}, f"{name}: {found}"
