@@ -388,15 +388,16 @@ def tree(parents: Tensor) -> Mask:
     function = "masks.tree"
     parents = checked_tensor(function, "parents", parents, "(batch, seqlen)", 1, 2)
     parents = torch.atleast_2d(parents).long()
-    token = torch.arange(parents.shape[-1], device=parents.device)
-    distance = token - parents
-    check_bounds(function, "parents", parents, -1, parents.shape[-1] - 1)
-    check_bounds(function, "each token minus its parent", distance, 1, parents.shape[-1])
-    first, last = trees.visits(torch.minimum(parents, token - 1))
+    seqlen = parents.shape[-1]
+    before = torch.arange(-1, seqlen - 1, device=parents.device)
+    check_bounds(function, "parents", parents, -1, seqlen - 1)
+    name = "each token minus its parent"
+    check_bounds(function, name, parents, 1, seqlen, of=lambda x: before + 1 - x)
+    first, last = trees.visits(torch.minimum(parents, before))
 
     def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visit = first[batch_idx, query]
         return (first[batch_idx, key] <= visit) & (visit < last[batch_idx, key])
 
-    grid = Grid(parents.shape[0], 1, parents.shape[1], parents.shape[1])
+    grid = Grid(parents.shape[0], 1, seqlen, seqlen)
     return of_predicate(grid, visible, parents)

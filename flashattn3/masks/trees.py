@@ -16,31 +16,20 @@ def visits(parents: Tensor) -> tuple[Tensor, Tensor]:
     (pointer jumping, Wyllie 1979).
     """
     seqlen = parents.shape[1]
-    # Token 0 is a root above all, its own parent.
-    above = torch.nn.functional.pad(parents.clamp(min=-1) + 1, (1, 0), value=0)
-    steps = seqlen.bit_length()
-    size = torch.ones_like(above)
-    ancestor = above
-    is_root = torch.zeros_like(above, dtype=torch.bool)
-    is_root[:, 0] = True
-    for _ in range(steps):
-        # What reaches the root or passes it is counted at an extra place, and dropped.
-        place = torch.where(ancestor == 0, seqlen + 1, ancestor)
-        room = torch.nn.functional.pad(size, (0, 1))
-        size = room.scatter_add(1, place, size)[:, :-1]
-        ancestor = ancestor.gather(1, ancestor)
-    order = torch.where(is_root, -1, above).argsort(dim=-1, stable=True)
+    # Token 0 is above all others. It is its own parent, so that its size counts no tokens.
+    parent = torch.nn.functional.pad(parents.clamp(min=-1) + 1, (1, 0), value=-1)
+    ancestors = [parent.clamp(min=0)]
+    for _ in range(seqlen.bit_length() - 1):
+        ancestors.append(ancestors[-1].gather(1, ancestors[-1]))
+    size = torch.ones_like(parent)
+    for ancestor in ancestors:
+        size = size.scatter_add(1, ancestor, size)
+    siblings, order = parent.sort(dim=-1, stable=True)
     sorted_size = size.gather(1, order)
     before = sorted_size.cumsum(-1) - sorted_size  # of all tokens with a smaller parent, or sibling
-    siblings = above.gather(1, order)
-    begins = torch.ones_like(siblings, dtype=torch.bool)
-    begins[:, 1:] = siblings[:, 1:] != siblings[:, :-1]
-    begins[:, 1:2] = True
-    of_group = torch.where(begins, before, 0).cummax(-1).values
-    offset = torch.zeros_like(size).scatter(1, order, before - of_group + 1)
-    offset = torch.where(is_root, 0, offset)
-    ancestor = above
-    for _ in range(steps):
+    of_group = before.gather(1, torch.searchsorted(siblings, siblings))
+    offset = torch.empty_like(size).scatter_(1, order, before - of_group + 1)
+    offset[:, 0] = 0
+    for ancestor in ancestors:
         offset = offset + offset.gather(1, ancestor)
-        ancestor = ancestor.gather(1, ancestor)
     return offset[:, 1:], offset[:, 1:] + size[:, 1:]
