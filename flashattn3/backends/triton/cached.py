@@ -25,7 +25,7 @@ COMBINE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonCachedCall:
     """See ``CachedLaunch``. Triton is imported with the first launch."""
 
-    needs_lse = True
+    needs_lse = False
     keep = None
 
     def __init__(self, problem: CacheProblem, tile: CacheTile) -> None:
@@ -44,7 +44,7 @@ class TritonCachedCall:
     def decode(
         self,
         out: Tensor | None,
-        lse: Tensor,
+        lse: Tensor | None,
         tensors: DecodeTensors,
         lengths: Lengths,
         options_hash: int,

@@ -40,9 +40,9 @@ COMBINE_COLUMNS = 512  # of a program at most: 16 numbers of a part in each thre
 
 def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     """Build a function of (out, lse, tensors, lengths, options_hash) that returns out, new if
-    None."""
+    None. lse: None where the call does not return it."""
     launch, join = decode_launch(problem, tile), combine_parts_launch(problem, tile)
-    slot_m, heads_kv = tile.slot_m, problem.num_heads_kv
+    slot_m, heads_q, heads_kv = tile.slot_m, problem.num_heads_q, problem.num_heads_kv
     varlen, dim_v = problem.varlen, problem.head_dim_v
     has_descales = any(name.endswith("descale") for name in problem.given)
     eight_bits, dtype = problem.cache_dtype == FP8, problem.out_dtype
@@ -56,12 +56,17 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
     )
 
     def run(
-        out: Tensor | None, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options_hash: int
+        out: Tensor | None,
+        lse: Tensor | None,
+        tensors: DecodeTensors,
+        lengths: Lengths,
+        options_hash: int,
     ) -> Tensor:
         out = new_out(tensors, dtype) if out is None else out
         if varlen:  # no kernel writes rows of no sequence
             out.zero_()
-            lse.fill_(-inf)
+            if lse is not None:
+                lse.fill_(-inf)
         batch, total_q, seqlen_q = query_sizes(tensors, lengths.max_seqlen_q)
         capacity, num_caches, num_pages = sizes_of(tensors.k_cache, tensors.page_table)
         tiles, parts, slots = tile.grid(problem, batch, total_q, seqlen_q, capacity)
@@ -71,13 +76,23 @@ def prepare_decode(problem: DecodeProblem, tile: CacheTile) -> Callable:
         if problem.split_tokens:
             num_splits = EVERY_SPAN if slots else 1
         seqlen_k = capacity if lengths.seqlen is None else lengths.seqlen
-        if slots:
-            out_parts = out.new_empty((slots, slot_m, dim_v), dtype=torch.float32)
-            lse_parts = out.new_empty((slots, slot_m), dtype=torch.float32)
+        # One allocation holds the workspace and an lse that is not returned.
+        rows, own_lse = slots * slot_m, 0
+        if lse is None:
+            own_lse = heads_q * total_q * (1 if varlen else batch)
+            lse_strides = 0 if varlen else heads_q * total_q, total_q
         else:
-            out_parts = lse_parts = lse
+            lse_strides = _lse_strides(lse, varlen)
+        room = lse
+        if slots or own_lse:
+            room = out.new_empty(rows * (dim_v + 1) + own_lse, dtype=torch.float32)
+        out_parts = lse_parts = room
+        if slots:
+            out_parts, lse_parts, room = room.split_with_sizes((rows * dim_v, rows, own_lse))
+        if lse is None:
+            lse = room
         q, k, v = map(as_bytes, tensors[:3]) if eight_bits else tensors[:3]
-        places = (*_strides(out, varlen), *_lse_strides(lse, varlen))
+        places = (*_strides(out, varlen), *lse_strides)
         seqlens = (batch, seqlen_q, total_q, min(seqlen_k, capacity + 1), lengths.seqlen_new)
         numbers = (
             *places[3:],
