@@ -15,7 +15,7 @@ namespace flashattn3 {
 // time.
 constexpr int64_t kWidenedBytes = int64_t{1} << 30;
 
-// KV heads at a time.
+// The number of KV heads that are widened at a time.
 int widened_heads(const DecodeParams& params);
 // Bytes of the 16-bit K and V of so many heads, at any lengths.
 int64_t widened_bytes(const DecodeParams& params);

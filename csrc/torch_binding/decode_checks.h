@@ -58,7 +58,7 @@ inline void check_dense(const char* name, const std::optional<Tensor>& tensor, i
   expect(tensor->is_contiguous(), kName, name, "contiguous", "another layout");
 }
 
-// Of heads, one number for all of them, or of keys of a cache of 8 bits.
+// A descale is one number for all heads, one for each head, or of keys of a cache of 8 bits.
 inline void check_descale(const char* name, const std::optional<Tensor>& descale,
                           const DecodeCall& call, bool of_keys) {
   if (!descale) return;

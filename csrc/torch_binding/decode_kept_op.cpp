@@ -101,7 +101,7 @@ struct RepeatedCall {
     return repeated;
   }
 
-  // Those that follow in two of them, and in decode_kept_with the descales.
+  // The arguments that follow in two of the operators; in decode_kept_with descales come next.
   void take_more(Arguments& arguments) {
     out = arguments.take<std::optional<Tensor>>();
     call.max_seqlen_q = arguments.take<int64_t>();

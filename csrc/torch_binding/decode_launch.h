@@ -52,7 +52,8 @@ struct LaunchMemory {
   }
 };
 
-// memory: of these parameters.
+// Launches the kernel, behind the one that widens the cache if it reads 16 bits. memory: what
+// LaunchMemory allocated for these parameters.
 inline void launch(const CachedProblem& problem, const DecodeKernel& kernel,
                    const ByteDecodeParams& params, const LaunchMemory& memory,
                    cudaStream_t stream) {

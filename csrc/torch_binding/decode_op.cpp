@@ -134,7 +134,7 @@ void set_descale(const std::optional<Tensor>& descale, const float*& data, Desca
             .head = to_int(kName, "the stride of a descale", descale->stride(1))};
 }
 
-// Sets those of heads or those of keys.
+// Sets the descales of heads, or those of keys if the tensor has three axes.
 void set_descale(const std::optional<Tensor>& descale, const float*& of_heads,
                  DescaleStrides& stride, KeyDescaleParams& of_keys) {
   if (!descale || descale->dim() != 3) return set_descale(descale, of_heads, stride);

@@ -62,7 +62,7 @@ struct Call {
 
   int64_t axes() const { return cu_seqlens ? 3 : 4; }
   bool packed() const { return num_heads_q > 0; }
-  // Of the longest sequence.
+  // The length of the longest sequence.
   int64_t seqlen() const { return cu_seqlens ? std::min(max_seqlen, q.size(0)) : q.size(1); }
 };
 
@@ -123,7 +123,7 @@ class Fit {
            columns <= quantize::kMaxHeadDim && (columns == 1 || v.stride(last) == 1);
   }
 
-  // As many tokens.
+  // Whether x has q's axes, dtype, number of tokens and device.
   bool is_like_q(const Tensor& x) const {
     bool fits = x.dim() == call_.axes() && dtype_of(x) == dtype_ && is_beside_q(x);
     for (int64_t axis = 0; fits && axis < x.dim() - 2; ++axis) {
@@ -179,7 +179,7 @@ class Fit {
   int32_t dtype_, fp32_;
 };
 
-// Of q, without its norm.
+// The rotary embedding of q and k, without a norm.
 EmbeddingParams embedding_of(const Call& call) {
   EmbeddingParams params{.eps = static_cast<float>(call.eps)};
   if (!call.cos) return params;
@@ -200,7 +200,7 @@ const float* weight_of(const Optional& norm) {
   return norm ? static_cast<const float*>(norm->data_ptr()) : nullptr;
 }
 
-// Some of the heads.
+// `count` heads of a tensor, from `first` on.
 TokenTensor heads_of(TokenTensor rows, int first, int count) {
   rows.data = static_cast<const uint16_t*>(rows.data) + first * rows.stride.head;
   rows.num_heads = count;
