@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .append_rows import DIVIDE, append_rows, copy_columns, write_rows
-from .common import strides_of
+from .common import Strides, strides_of
 
 CHUNK = tl.constexpr(64)  # sequences that the tokens of a program are compared with at once
 
@@ -51,10 +51,8 @@ def rotate_queries(
     rotary_cos,
     rotary_sin,
     rotary_seqlens,
-    q_stride_b,
-    q_stride_s,
-    q_out_stride_b,
-    q_out_stride_s,
+    q_strides,
+    q_out_strides,
     rotary_stride,
     batch,
     num_rows_q,
@@ -78,11 +76,11 @@ def rotate_queries(
         position += token
     if cu_seqlens_q is None:
         row = token.to(tl.int64)
-        source = q_head + batch_idx.to(tl.int64) * q_stride_b + row * q_stride_s
-        target = out_head + batch_idx.to(tl.int64) * q_out_stride_b + row * q_out_stride_s
+        source = q_head + batch_idx.to(tl.int64) * q_strides.b + row * q_strides.s
+        target = out_head + batch_idx.to(tl.int64) * q_out_strides.b + row * q_out_strides.s
     else:
-        source = q_head + rows.to(tl.int64) * q_stride_s
-        target = out_head + rows.to(tl.int64) * q_out_stride_s
+        source = q_head + rows.to(tl.int64) * q_strides.s
+        target = out_head + rows.to(tl.int64) * q_out_strides.s
     outside = (rows < num_rows_q) & (exists == 0)
     copy_columns(source, target, one, outside, columns, 0, HEAD_DIM, HEAD_DIM, DIVIDE)
     write_rows(source, target, one, exists, position, columns, rotary_cos, rotary_sin,
@@ -173,18 +171,12 @@ def append_kernel(
     PER_SEQUENCE, of PAGES or, written here, of TOKENS (append_rows.py), whose b strides are those
     of pages or dense caches.
     """
-    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
-    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
-    k_cache_stride_b, k_cache_stride_s, k_cache_stride_h = strides_of(
-        k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, STRIDE_UNIT
-    )
-    v_cache_stride_b, v_cache_stride_s, v_cache_stride_h = strides_of(
-        v_cache_stride_b, v_cache_stride_s, v_cache_stride_h, STRIDE_UNIT
-    )
-    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
-    q_out_stride_b, q_out_stride_s, q_out_stride_h = strides_of(
-        q_out_stride_b, q_out_stride_s, q_out_stride_h, STRIDE_UNIT
-    )
+    k_strides = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_strides = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    k_cache_strides = strides_of(k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, STRIDE_UNIT)
+    v_cache_strides = strides_of(v_cache_stride_b, v_cache_stride_s, v_cache_stride_h, STRIDE_UNIT)
+    q_strides = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    q_out_strides = strides_of(q_out_stride_b, q_out_stride_s, q_out_stride_h, STRIDE_UNIT)
     head = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, 64)
@@ -192,10 +184,10 @@ def append_kernel(
         if q_ptr is not None:
             head_q = (head - 2 * num_heads_kv).to(tl.int64)
             rotate_queries(
-                q_ptr + head_q * q_stride_h, q_out + head_q * q_out_stride_h, rows, columns,
+                q_ptr + head_q * q_strides.h, q_out + head_q * q_out_strides.h, rows, columns,
                 cache_seqlens, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens,
-                q_stride_b, q_stride_s, q_out_stride_b, q_out_stride_s, rotary_stride,
-                batch, num_rows_q, seqlen_q, seqlen_k, capacity, num_positions,
+                q_strides, q_out_strides, rotary_stride, batch, num_rows_q, seqlen_q, seqlen_k,
+                capacity, num_positions,
                 HEAD_DIM, HALF, INTERLEAVED, ONE_Q_POSITION, BLOCK,
             )  # fmt: skip
         return
@@ -217,27 +209,28 @@ def append_kernel(
     batch_64, cache_64, place = batch_idx.to(tl.int64), cache_idx.to(tl.int64), place.to(tl.int64)
     row = (rows if cu_seqlens_k_new is not None else token).to(tl.int64)
     if of_k:
-        source = k_ptr + head_kv * k_stride_h + row * k_stride_s
+        source = k_ptr + head_kv * k_strides.h + row * k_strides.s
         if cu_seqlens_k_new is None:
-            source += batch_64 * k_stride_b
-        target = k_cache + head_kv * k_cache_stride_h
-        target += cache_64 * k_cache_stride_b + place * k_cache_stride_s
+            source += batch_64 * k_strides.b
+        target = k_cache + head_kv * k_cache_strides.h
+        target += cache_64 * k_cache_strides.b + place * k_cache_strides.s
         offset = cached
         if HALF > 0 and rotary_seqlens is not None:
             offset = tl.load(rotary_seqlens + batch_idx, mask=exists, other=0)
         append_rows(
-            source, target, k_descale, batch_64, cache_64, place, head_kv, k_descale_stride_b,
-            k_descale_stride_s, k_descale_stride_h, exists, offset + token, columns, rotary_cos,
-            rotary_sin, rotary_stride, num_positions, HEAD_DIM, HALF, INTERLEAVED, K_DESCALE,
+            source, target, k_descale, batch_64, cache_64, place, head_kv,
+            Strides(k_descale_stride_b, k_descale_stride_s, k_descale_stride_h), exists,
+            offset + token, columns, rotary_cos, rotary_sin, rotary_stride, num_positions,
+            HEAD_DIM, HALF, INTERLEAVED, K_DESCALE,
         )  # fmt: skip
     else:
-        source = v_ptr + head_kv * v_stride_h + row * v_stride_s
+        source = v_ptr + head_kv * v_strides.h + row * v_strides.s
         if cu_seqlens_k_new is None:
-            source += batch_64 * v_stride_b
-        target = v_cache + head_kv * v_cache_stride_h
-        target += cache_64 * v_cache_stride_b + place * v_cache_stride_s
+            source += batch_64 * v_strides.b
+        target = v_cache + head_kv * v_cache_strides.h
+        target += cache_64 * v_cache_strides.b + place * v_cache_strides.s
         append_rows(
-            source, target, v_descale, batch_64, cache_64, place, head_kv, v_descale_stride_b,
-            v_descale_stride_s, v_descale_stride_h, exists, token, columns, None, None, 0, 0,
-            HEAD_DIM_V, 0, INTERLEAVED, V_DESCALE,
+            source, target, v_descale, batch_64, cache_64, place, head_kv,
+            Strides(v_descale_stride_b, v_descale_stride_s, v_descale_stride_h), exists,
+            token, columns, None, None, 0, 0, HEAD_DIM_V, 0, INTERLEAVED, V_DESCALE,
         )  # fmt: skip

@@ -141,9 +141,7 @@ def append_rows(
     cache_idx,
     place,
     head,
-    descale_stride_b,
-    descale_stride_s,
-    descale_stride_h,
+    descale_strides,
     exists,
     position,
     columns,
@@ -158,28 +156,22 @@ def append_rows(
 ):
     """Rows of one head of K or V, divided by the descales of their sequences or pages; or those of
     tokens are written, which fit the largest magnitudes of the rows. OF: of ``append_kernel``."""
-    one = tl.zeros_like(position).to(tl.float32) + 1.0
+    scale = tl.zeros_like(position).to(tl.float32) + 1.0
     if OF == TOKENS:
         largest = write_rows(
-            source, target, one, exists, position, columns, rotary_cos, rotary_sin, rotary_stride,
+            source, target, scale, exists, position, columns, rotary_cos, rotary_sin, rotary_stride,
             num_positions, NUM_COLUMNS, HALF, INTERLEAVED, MEASURE,
         )  # fmt: skip
-        own, factor = scales_of(
+        own, scale = scales_of(
             largest, LARGEST_INT8 if target.dtype.element_ty == tl.int8 else LARGEST_E4M3
         )
-        descale += cache_idx * descale_stride_b + place * descale_stride_s
-        tl.store(descale + head * descale_stride_h, own, mask=exists)
-        write_rows(
-            source, target, factor, exists, position, columns, rotary_cos, rotary_sin,
-            rotary_stride, num_positions, NUM_COLUMNS, HALF, INTERLEAVED, MULTIPLY,
-        )  # fmt: skip
-    else:
-        scale = one
-        if descale is not None:
-            row = cache_idx if OF == PAGES else batch_idx
-            descale += row * descale_stride_b + head * descale_stride_h
-            scale = tl.load(descale, mask=exists, other=1.0)
-        write_rows(
-            source, target, scale, exists, position, columns, rotary_cos, rotary_sin,
-            rotary_stride, num_positions, NUM_COLUMNS, HALF, INTERLEAVED, DIVIDE,
-        )  # fmt: skip
+        descale += cache_idx * descale_strides.b + place * descale_strides.s
+        tl.store(descale + head * descale_strides.h, own, mask=exists)
+    elif descale is not None:
+        row = cache_idx if OF == PAGES else batch_idx
+        descale += row * descale_strides.b + head * descale_strides.h
+        scale = tl.load(descale, mask=exists, other=1.0)
+    write_rows(
+        source, target, scale, exists, position, columns, rotary_cos, rotary_sin, rotary_stride,
+        num_positions, NUM_COLUMNS, HALF, INTERLEAVED, MULTIPLY if OF == TOKENS else DIVIDE,
+    )  # fmt: skip

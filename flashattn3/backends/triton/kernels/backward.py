@@ -38,6 +38,7 @@ from .column_parts import (
 from .common import (
     FULL,
     m_block_range,
+    row_pointer,
     sequence,
     stage_range,
     strides_of,
@@ -153,18 +154,12 @@ def bwd_kernel(
     is the accumulator bias of dP. entries_ptr, ...: the lists of keys of a mask, of rows that are
     keys (block_lists.py); num_n_blocks then fills whole lists.
     """
-    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
-    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
-    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
-    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
-        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
-    )
-    dk_stride_b, dk_stride_s, dk_stride_h = strides_of(
-        dk_stride_b, dk_stride_s, dk_stride_h, STRIDE_UNIT
-    )
-    dv_stride_b, dv_stride_s, dv_stride_h = strides_of(
-        dv_stride_b, dv_stride_s, dv_stride_h, STRIDE_UNIT
-    )
+    q_strides = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_strides = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_strides = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    dout_strides = strides_of(dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT)
+    dk_strides = strides_of(dk_stride_b, dk_stride_s, dk_stride_h, STRIDE_UNIT)
+    dv_strides = strides_of(dv_stride_b, dv_stride_s, dv_stride_h, STRIDE_UNIT)
     n_block, batch_idx, head_kv = block_and_head(num_n_blocks, num_heads_kv)
     LISTED: tl.constexpr = entries_ptr is not None
     if LISTED:  # in the order of the first of the heads
@@ -197,26 +192,24 @@ def bwd_kernel(
     columns_v = column_parts(BLOCK_DV, PART_DV)
     keys = first_key + key_offsets
     first_key_row = start_k + first_key
-    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + first_key_row * k_stride_s
-    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + first_key_row * v_stride_s
-    k_pointers = tile_pointers(k_tile, key_offsets, columns, k_stride_s)
-    v_pointers = tile_pointers(v_tile, key_offsets, columns_v, v_stride_s)
+    k_tile = row_pointer(k_ptr, k_strides, batch_idx, head_kv, first_key_row)
+    v_tile = row_pointer(v_ptr, v_strides, batch_idx, head_kv, first_key_row)
+    k_pointers = tile_pointers(k_tile, key_offsets, columns, k_strides.s)
+    v_pointers = tile_pointers(v_tile, key_offsets, columns_v, v_strides.s)
     k = load_parts(k_pointers, 0, keys, length_k, columns, HEAD_DIM, TAIL)
     v = load_parts(v_pointers, 0, keys, length_k, columns_v, HEAD_DIM_V, TAIL)
 
-    q_step = tl.cast(q_stride_s, tl.int64)
-    dout_step = tl.cast(dout_stride_s, tl.int64)
+    q_step = tl.cast(q_strides.s, tl.int64)
+    dout_step = tl.cast(dout_strides.s, tl.int64)
 
     dk = zero_parts(BLOCK_N, columns)
     dv = zero_parts(BLOCK_N, columns_v)
     for qhead in range(qhead_per_kvhead):
         head = head_kv * qhead_per_kvhead + qhead
-        q_head = q_ptr + batch_idx * q_stride_b + head * q_stride_h + start_q * q_stride_s
-        dout_head = (
-            dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + start_q * dout_stride_s
-        )
-        q_pointers = tile_pointers(q_head, row_offsets, columns, q_stride_s)
-        dout_pointers = tile_pointers(dout_head, row_offsets, columns_v, dout_stride_s)
+        q_head = row_pointer(q_ptr, q_strides, batch_idx, head, start_q)
+        dout_head = row_pointer(dout_ptr, dout_strides, batch_idx, head, start_q)
+        q_pointers = tile_pointers(q_head, row_offsets, columns, q_strides.s)
+        dout_pointers = tile_pointers(dout_head, row_offsets, columns_v, dout_strides.s)
         lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
         lse_delta += lse_delta_start(start_q, batch_idx, VARLEN)
         if dq_accum_ptr is not None:
@@ -304,9 +297,9 @@ def bwd_kernel(
                             k_part = tl.where(tl.abs(k_part) < float("inf"), k_part, 0.0)
                         add_unordered(dq_pointers[i], tl.dot(tl.trans(ds), k_part))
 
-    dk_tile = dk_ptr + batch_idx * dk_stride_b + head_kv * dk_stride_h + first_key_row * dk_stride_s
-    dv_tile = dv_ptr + batch_idx * dv_stride_b + head_kv * dv_stride_h + first_key_row * dv_stride_s
-    dk_pointers = tile_pointers(dk_tile, key_offsets, columns, dk_stride_s)
-    dv_pointers = tile_pointers(dv_tile, key_offsets, columns_v, dv_stride_s)
+    dk_tile = row_pointer(dk_ptr, dk_strides, batch_idx, head_kv, first_key_row)
+    dv_tile = row_pointer(dv_ptr, dv_strides, batch_idx, head_kv, first_key_row)
+    dk_pointers = tile_pointers(dk_tile, key_offsets, columns, dk_strides.s)
+    dv_pointers = tile_pointers(dv_tile, key_offsets, columns_v, dv_strides.s)
     store_parts(dk_pointers, scale_parts(dk, softmax_scale), keys, length_k, columns, HEAD_DIM)
     store_parts(dv_pointers, dv, keys, length_k, columns_v, HEAD_DIM_V)

@@ -26,6 +26,7 @@ from .column_parts import (
 from .common import (
     FULL,
     n_block_range,
+    row_pointer,
     sequence,
     stage_range,
     store_tile,
@@ -133,15 +134,11 @@ def bwd_dq_kernel(
     is no tensor, or one that bias_gradient.py sums. entries_ptr, ...: the lists of a mask, as in
     the forward.
     """
-    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
-    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
-    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
-    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
-        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
-    )
-    dq_stride_b, dq_stride_s, dq_stride_h = strides_of(
-        dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT
-    )
+    q_strides = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_strides = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_strides = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    dout_strides = strides_of(dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT)
+    dq_strides = strides_of(dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT)
     m_block, batch_idx, head = block_and_head(num_m_blocks, num_heads)
     if RIGHT:
         m_block = num_m_blocks - 1 - m_block
@@ -175,16 +172,14 @@ def bwd_dq_kernel(
     keys = tl.arange(0, BLOCK_N)
     rows = first_row + row_offsets
     first_q_row = start_q + first_row
-    q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + first_q_row * q_stride_s
-    dout_tile = (
-        dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + first_q_row * dout_stride_s
-    )
-    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
-    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
-    q_pointers = tile_pointers(q_tile, row_offsets, columns, q_stride_s)
-    dout_pointers = tile_pointers(dout_tile, row_offsets, columns_v, dout_stride_s)
-    k_pointers = tile_pointers(k_tile, keys, columns, k_stride_s)
-    v_pointers = tile_pointers(v_tile, keys, columns_v, v_stride_s)
+    q_tile = row_pointer(q_ptr, q_strides, batch_idx, head, first_q_row)
+    dout_tile = row_pointer(dout_ptr, dout_strides, batch_idx, head, first_q_row)
+    k_tile = row_pointer(k_ptr, k_strides, batch_idx, head_kv, start_k)
+    v_tile = row_pointer(v_ptr, v_strides, batch_idx, head_kv, start_k)
+    q_pointers = tile_pointers(q_tile, row_offsets, columns, q_strides.s)
+    dout_pointers = tile_pointers(dout_tile, row_offsets, columns_v, dout_strides.s)
+    k_pointers = tile_pointers(k_tile, keys, columns, k_strides.s)
+    v_pointers = tile_pointers(v_tile, keys, columns_v, v_strides.s)
     q = load_parts(q_pointers, 0, rows, length_q, columns, HEAD_DIM, True)
     dout = load_parts(dout_pointers, 0, rows, length_q, columns_v, HEAD_DIM_V, True)
     lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h
@@ -200,8 +195,8 @@ def bwd_dq_kernel(
     if dbias_ptr is not None:
         dbias_head = dbias_ptr + batch_idx * dbias_stride_b + head * dbias_stride_h
         dbias_tile = dbias_head + (rows.to(tl.int64) * seqlen_k)[:, None]
-    k_step = tl.cast(k_stride_s, tl.int64)
-    v_step = tl.cast(v_stride_s, tl.int64)
+    k_step = tl.cast(k_strides.s, tl.int64)
+    v_step = tl.cast(v_strides.s, tl.int64)
     dq = zero_parts(BLOCK_M, columns)
     for stage in tl.static_range(0 if LEFT else FULL, 3 if RIGHT or TAIL or LISTED else 2):
         MASKED = stage != FULL
@@ -266,6 +261,6 @@ def bwd_dq_kernel(
                     num_keys, TAIL,
                 )  # fmt: skip
 
-    dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
-    dq_pointers = tile_pointers(dq_tile, row_offsets, columns, dq_stride_s)
+    dq_tile = row_pointer(dq_ptr, dq_strides, batch_idx, head, first_q_row)
+    dq_pointers = tile_pointers(dq_tile, row_offsets, columns, dq_strides.s)
     store_parts(dq_pointers, scale_parts(dq, softmax_scale), rows, length_q, columns, HEAD_DIM)

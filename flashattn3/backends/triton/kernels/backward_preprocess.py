@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .backward_parts import LSE_DELTA_ROWS, block_and_head, lse_delta_start
 from .column_parts import column_parts, tile_pointers, zero_parts
-from .common import load_tile, round_up, sequence, strides_of, tile_offsets
+from .common import load_tile, round_up, row_pointer, sequence, strides_of, tile_offsets
 from .score_terms import gradient_of_sink
 
 
@@ -58,12 +58,8 @@ def bwd_preprocess_kernel(
     without keys, or outside its sequence, gets lse = +inf, so that its recomputed P is 0.
     Grid: num_m_blocks * num_heads * batch, covering the padded rows.
     """
-    out_stride_b, out_stride_s, out_stride_h = strides_of(
-        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
-    )
-    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
-        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
-    )
+    out_strides = strides_of(out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT)
+    dout_strides = strides_of(dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT)
     m_block, batch_idx, head = block_and_head(num_m_blocks, num_heads)
     first_row = m_block * BLOCK_M
     start_q, length_q = sequence(
@@ -76,12 +72,10 @@ def bwd_preprocess_kernel(
     rows = first_row + row_offsets
     inside = rows < length_q
     tensor_row = start_q + first_row
-    out_tile = out_ptr + batch_idx * out_stride_b + head * out_stride_h + tensor_row * out_stride_s
-    dout_tile = (
-        dout_ptr + batch_idx * dout_stride_b + head * dout_stride_h + tensor_row * dout_stride_s
-    )
-    out_tile += tile_offsets(row_offsets, columns, out_stride_s)
-    dout_tile += tile_offsets(row_offsets, columns, dout_stride_s)
+    out_tile = row_pointer(out_ptr, out_strides, batch_idx, head, tensor_row)
+    dout_tile = row_pointer(dout_ptr, dout_strides, batch_idx, head, tensor_row)
+    out_tile += tile_offsets(row_offsets, columns, out_strides.s)
+    dout_tile += tile_offsets(row_offsets, columns, dout_strides.s)
     out = load_tile(out_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
     dout = load_tile(dout_tile, rows, length_q, columns, HEAD_DIM_V, True, HEAD_DIM_V < BLOCK_DV)
     minus_delta = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)

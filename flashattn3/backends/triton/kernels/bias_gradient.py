@@ -97,12 +97,10 @@ def bwd_dbias_kernel(
     num_shared: sequences and heads that share the tile, shared_heads heads of each sequence; a
     split has some of them.
     """
-    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
-    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
-    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
-    dout_stride_b, dout_stride_s, dout_stride_h = strides_of(
-        dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT
-    )
+    q_strides = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_strides = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_strides = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    dout_strides = strides_of(dout_stride_b, dout_stride_s, dout_stride_h, STRIDE_UNIT)
     pid = tl.program_id(0)
     first_row = pid % num_m_blocks * BLOCK_M
     first_key = pid // num_m_blocks % num_n_blocks * BLOCK_N
@@ -138,27 +136,27 @@ def bwd_dbias_kernel(
     columns = column_parts(BLOCK_D, PART_D)
     columns_v = column_parts(BLOCK_DV, PART_DV)
     q_pointers = tile_pointers(
-        q_ptr + first_row.to(tl.int64) * q_stride_s, row_offsets, columns, q_stride_s
+        q_ptr + first_row.to(tl.int64) * q_strides.s, row_offsets, columns, q_strides.s
     )
     k_pointers = tile_pointers(
-        k_ptr + first_key.to(tl.int64) * k_stride_s, key_offsets, columns, k_stride_s
+        k_ptr + first_key.to(tl.int64) * k_strides.s, key_offsets, columns, k_strides.s
     )
     v_pointers = tile_pointers(
-        v_ptr + first_key.to(tl.int64) * v_stride_s, key_offsets, columns_v, v_stride_s
+        v_ptr + first_key.to(tl.int64) * v_strides.s, key_offsets, columns_v, v_strides.s
     )
     dout_pointers = tile_pointers(
-        dout_ptr + first_row.to(tl.int64) * dout_stride_s, row_offsets, columns_v, dout_stride_s
+        dout_ptr + first_row.to(tl.int64) * dout_strides.s, row_offsets, columns_v, dout_strides.s
     )
     for shared in range(begin, end):
         batch_idx = first_batch + shared // shared_heads
         head = first_head + shared % shared_heads
         head_kv = head // qhead_per_kvhead
         q = load_parts(
-            q_pointers, batch_idx * q_stride_b + head * q_stride_h, rows, seqlen_q, columns,
+            q_pointers, batch_idx * q_strides.b + head * q_strides.h, rows, seqlen_q, columns,
             HEAD_DIM, TAIL_M,
         )  # fmt: skip
         k = load_parts(
-            k_pointers, batch_idx * k_stride_b + head_kv * k_stride_h, keys, seqlen_k, columns,
+            k_pointers, batch_idx * k_strides.b + head_kv * k_strides.h, keys, seqlen_k, columns,
             HEAD_DIM, TAIL_N,
         )  # fmt: skip
         lse_delta = batch_idx * lse_delta_stride_b + head * lse_delta_stride_h + rows
@@ -171,11 +169,11 @@ def bwd_dbias_kernel(
             )  # fmt: skip
         p, _ = probabilities(q, k, minus_lse + bias, scale_log2, cap_log2, SOFTCAP, LSE_IN_SCORES)
         dout = load_parts(
-            dout_pointers, batch_idx * dout_stride_b + head * dout_stride_h, rows, seqlen_q,
+            dout_pointers, batch_idx * dout_strides.b + head * dout_strides.h, rows, seqlen_q,
             columns_v, HEAD_DIM_V, TAIL_M,
         )  # fmt: skip
         v = load_parts(
-            v_pointers, batch_idx * v_stride_b + head_kv * v_stride_h, keys, seqlen_k, columns_v,
+            v_pointers, batch_idx * v_strides.b + head_kv * v_strides.h, keys, seqlen_k, columns_v,
             HEAD_DIM_V, TAIL_N,
         )  # fmt: skip
         dp = dot_rows(dout, v, tl.broadcast_to(minus_delta, (BLOCK_M, BLOCK_N)))

@@ -34,9 +34,7 @@ def combine_kernel(
     Grid: num_m_blocks * num_heads * batch.
     """
     out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
-    out_stride_b, out_stride_s, out_stride_h = strides_of(
-        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
-    )
+    out_strides = strides_of(out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT)
     pid = tl.program_id(0)
     head = (pid // num_m_blocks).to(tl.int64)
     first_row = pid % num_m_blocks * BLOCK_M
@@ -46,11 +44,11 @@ def combine_kernel(
     inside = rows < num_rows
     lse_rows = head * num_rows + rows
     tile = (
-        head // num_heads * out_stride_b
-        + head % num_heads * out_stride_h
-        + first_row.to(tl.int64) * out_stride_s
+        head // num_heads * out_strides.b
+        + head % num_heads * out_strides.h
+        + first_row.to(tl.int64) * out_strides.s
     )
-    tile += tile_offsets(row_offsets, columns, out_stride_s)
+    tile += tile_offsets(row_offsets, columns, out_strides.s)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)

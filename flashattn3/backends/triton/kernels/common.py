@@ -58,6 +58,12 @@ def strides_of(batch, row, head, UNIT: tl.constexpr):
 
 
 @triton.jit
+def row_pointer(pointer, strides, batch_idx, head, row):
+    """Pointer to one row of one head, or to rows."""
+    return pointer + batch_idx * strides.b + head * strides.h + row * strides.s
+
+
+@triton.jit
 def tile_offsets(rows, columns, stride):
     """64-bit element offsets of a (rows, columns) tile from its first element."""
     return rows.to(tl.int64)[:, None] * stride + columns[None, :]

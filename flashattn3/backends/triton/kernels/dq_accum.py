@@ -7,7 +7,7 @@ from triton import knobs
 
 from .backward_parts import block_and_head, lse_delta_start
 from .column_parts import column_parts, scale_parts, store_parts, tile_pointers
-from .common import sequence, strides_of
+from .common import row_pointer, sequence, strides_of
 
 # Whether Triton interprets the kernels below, which it decides when it decorates them.
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
@@ -93,9 +93,7 @@ def bwd_postprocess_kernel(
 
     BLOCK_M, NUM_WARPS: of the ``bwd_kernel`` that added to dq_accum.
     """
-    dq_stride_b, dq_stride_s, dq_stride_h = strides_of(
-        dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT
-    )
+    dq_strides = strides_of(dq_stride_b, dq_stride_s, dq_stride_h, STRIDE_UNIT)
     m_block, batch_idx, head = block_and_head(num_m_blocks, num_heads)
     first_row = m_block * BLOCK_M
     start_q, length_q = sequence(
@@ -113,7 +111,7 @@ def bwd_postprocess_kernel(
     for i in tl.static_range(len(columns)):
         dq += (tl.load(accum_pointers[i]),)
     first_q_row = start_q + first_row
-    dq_tile = dq_ptr + batch_idx * dq_stride_b + head * dq_stride_h + first_q_row * dq_stride_s
-    dq_pointers = tile_pointers(dq_tile, row_offsets, columns, dq_stride_s)
+    dq_tile = row_pointer(dq_ptr, dq_strides, batch_idx, head, first_q_row)
+    dq_pointers = tile_pointers(dq_tile, row_offsets, columns, dq_strides.s)
     rows = first_row + row_offsets
     store_parts(dq_pointers, scale_parts(dq, softmax_scale), rows, length_q, columns, HEAD_DIM)

@@ -34,6 +34,7 @@ from .common import (
     LN2,
     LOG2E,
     n_block_range,
+    row_pointer,
     sequence,
     stage_range,
     stride_of,
@@ -232,13 +233,11 @@ def forward_kernel(
         full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(begin, end))
         full_end = tl.maximum(tl.minimum(full_end, begin + part), full_begin)
 
-    q_stride_b, q_stride_s, q_stride_h = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
-    k_stride_b, k_stride_s, k_stride_h = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
-    v_stride_b, v_stride_s, v_stride_h = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
+    q_strides = strides_of(q_stride_b, q_stride_s, q_stride_h, STRIDE_UNIT)
+    k_strides = strides_of(k_stride_b, k_stride_s, k_stride_h, STRIDE_UNIT)
+    v_strides = strides_of(v_stride_b, v_stride_s, v_stride_h, STRIDE_UNIT)
     out_stride_p = stride_of(out_stride_p, STRIDE_UNIT)
-    out_stride_b, out_stride_s, out_stride_h = strides_of(
-        out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT
-    )
+    out_strides = strides_of(out_stride_b, out_stride_s, out_stride_h, STRIDE_UNIT)
     SLICED: tl.constexpr = SLICE_N < BLOCK_N
     head_kv = (head // qhead_per_kvhead).to(tl.int64)
     head = head.to(tl.int64)
@@ -247,15 +246,15 @@ def forward_kernel(
     columns_v = column_parts(BLOCK_DV, PART_DV)
     keys = tl.arange(0, SLICE_N)
     rows = first_row + row_offsets
-    q_tile = q_ptr + batch_idx * q_stride_b + head * q_stride_h + (start_q + first_row) * q_stride_s
-    k_tile = k_ptr + batch_idx * k_stride_b + head_kv * k_stride_h + start_k * k_stride_s
-    v_tile = v_ptr + batch_idx * v_stride_b + head_kv * v_stride_h + start_k * v_stride_s
-    k_pointers = block_pointers(k_tile, keys, columns, k_stride_s, K_STRIDE_S)
-    v_pointers = block_pointers(v_tile, keys, columns_v, v_stride_s, V_STRIDE_S)
-    k_step = tl.cast(k_stride_s, tl.int64)
-    v_step = tl.cast(v_stride_s, tl.int64)
+    q_tile = row_pointer(q_ptr, q_strides, batch_idx, head, start_q + first_row)
+    k_tile = row_pointer(k_ptr, k_strides, batch_idx, head_kv, start_k)
+    v_tile = row_pointer(v_ptr, v_strides, batch_idx, head_kv, start_k)
+    k_pointers = block_pointers(k_tile, keys, columns, k_strides.s, K_STRIDE_S)
+    v_pointers = block_pointers(v_tile, keys, columns_v, v_strides.s, V_STRIDE_S)
+    k_step = tl.cast(k_strides.s, tl.int64)
+    v_step = tl.cast(v_strides.s, tl.int64)
 
-    q_pointers = tile_pointers(q_tile, row_offsets, columns, q_stride_s)
+    q_pointers = tile_pointers(q_tile, row_offsets, columns, q_strides.s)
     q = load_parts(q_pointers, 0, rows, length_q, columns, HEAD_DIM, True)
     if NEGATIVE_SCALE:
         q = scale_parts(q, -1.0)
@@ -394,7 +393,7 @@ def forward_kernel(
         acc = scale_parts(acc, v_unit)
     lse_head = lse_ptr + split * lse_stride_p + batch_idx * lse_stride_b + head * lse_stride_h
     tl.store(lse_head + start_q + rows, lse, mask=rows < length_q)
-    out_tile = out_ptr + split * out_stride_p + batch_idx * out_stride_b + head * out_stride_h
-    out_tile += (start_q + first_row) * out_stride_s
-    out_pointers = tile_pointers(out_tile, row_offsets, columns_v, out_stride_s)
+    out_split = out_ptr + split * out_stride_p
+    out_tile = row_pointer(out_split, out_strides, batch_idx, head, start_q + first_row)
+    out_pointers = tile_pointers(out_tile, row_offsets, columns_v, out_strides.s)
     store_parts(out_pointers, acc, rows, length_q, columns_v, HEAD_DIM_V)

@@ -12,7 +12,7 @@ maximum. ``alibi_edges`` cuts a loop so that only blocks on the diagonal need th
 import triton
 import triton.language as tl
 
-from .common import LN2, LOG2E, round_down, round_up, strides_of
+from .common import LN2, LOG2E, round_down, round_up, row_pointer, strides_of
 
 LEFT_ALONE, BOTH_SIDES = tl.constexpr(1), tl.constexpr(2)
 
@@ -76,9 +76,9 @@ def bias_pointers(
 
     UNIT: elements of which the strides are multiples (``launch.stride_unit``).
     """
-    stride_b, stride_s, stride_h = strides_of(stride_b, stride_s, stride_h, UNIT)
+    strides = strides_of(stride_b, stride_s, stride_h, UNIT)
     rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
-    return bias_ptr + batch_idx * stride_b + head * stride_h + rows * stride_s
+    return row_pointer(bias_ptr, strides, batch_idx, head, rows)
 
 
 @triton.jit
