@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashattn3 import UnsupportedError, flash_attn_with_kvcache
-from flashattn3.integrations import masks, transformers_fp8
+from flashattn3 import UnsupportedError, flash_attn_with_kvcache, use_backend
+from flashattn3.integrations import masks, transformers_cache, transformers_fp8
 from flashattn3.integrations import transformers as fa3
 from flashattn3.integrations.segments import most_packed
 
@@ -413,6 +413,155 @@ def test_keys_that_no_cached_call_takes(monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, _ = fa3.attention(layer, query, key.float(), key.float(), None)
     assert out.dtype == torch.bfloat16
+
+
+class Rounded(transformers.cache_utils.QuantizedLayer):
+    """transformers' own layer, of 4 bits for each token and head in place of a library's."""
+
+    def _quantize(self, tensor, axis):
+        scale = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 7
+        return (tensor / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, qtensor):
+        codes, scale = qtensor
+        return codes * scale
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "kind"), [("Llama", None, "fp8"), ("Llama", "left", ""), ("GptOss", None, "")]
+)
+def test_caches_that_transformers_quantizes(name, side, kind):
+    if kind and RELEASE < (5, 24):
+        pytest.skip("transformers has its own cache of 8 bits from 5.24 on")
+    found = []
+    for model in pair(configured(name)):
+        layers = [Rounded(residual_length=3) for _ in range(2)]
+        own = transformers.QuantizedCache("fp8", model.config) if kind else None
+        cache = own or transformers.Cache(layers=layers)
+        mask = None if side is None else padded(side)
+        found.append(generated(model, tokens(), attention_mask=mask, past_key_values=cache))
+    assert torch.equal(*found)
+
+
+@pytest.fixture
+def small_room(monkeypatch):
+    """Buffers of a cache of 8 bits that are moved, on a backend that needs no interpreter."""
+    monkeypatch.setattr(transformers_cache, "ROOM", 2)
+    with use_backend("reference"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "side"),
+    [
+        ("Llama", torch.int8, "left"),
+        ("Qwen3", torch.float8_e4m3fn, None),
+        ("Mistral", torch.float8_e4m3fn, "left"),
+        ("GptOss", torch.float8_e4m3fn, None),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_cache_of_8_bits(name, dtype, side, small_room, monkeypatch):
+    """The first 13 tokens have the bits of a 16-bit cache; behind them 4 at once and 3 of one
+    query, which reads the codes, are near."""
+    calls = []
+
+    def counted(*arguments, **named):
+        calls.append(named)
+        return flash_attn_with_kvcache(*arguments, **named)
+
+    model, ids, logits = pair(configured(name))[0].half(), tokens(), []
+    mask = torch.ones_like(ids) if side is None else padded(side)
+    quantized = transformers_cache.quantized_cache(model.config, dtype)
+    for cache in (transformers.DynamicCache(config=model.config), quantized):
+        monkeypatch.setattr(fa3, "flash_attn_with_kvcache", counted if logits else None)
+        monkeypatch.setattr(fa3, "_fits_a_cached_call", lambda *_: bool(logits))
+        steps, begin = [], 0
+        for end in (13, 17, 18, 19, 20):
+            options = {"past_key_values": cache, "attention_mask": mask[:, :end]}
+            steps.append(model(ids[:, begin:end], **options).logits)
+            begin = end
+        logits.append(steps)
+    kept = mask[:, :13].bool()
+    assert torch.equal(*(steps[0][kept] for steps in logits))
+    for wanted, found in zip(*(steps[1:] for steps in logits), strict=True):
+        assert not torch.equal(found, wanted)
+        assert_close(found, wanted, 0.03)
+    assert [named["k_descale"].dtype for named in calls] == [torch.float32] * 6
+    assert quantized.get_seq_length() == 20 and not quantized.is_compileable
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@torch.no_grad()
+def test_a_layer_of_8_bits_keeps_what_the_next_token_sees(window, small_room):
+    config = configured("Mistral", sliding_window=window)
+    layer = transformers_cache.quantized_cache(config).layers[0]
+    states = [torch.randn(3, 2, 25, 16).half() for _ in range(2)]
+    states[0][1] *= 100
+    begin = 0
+    for end in (12, 13, 14, 18, 25):
+        sizes = layer.get_mask_sizes(end - begin if NEW else torch.arange(begin, end))
+        new = [x[:, :, begin:end] for x in states]
+        found = layer.update(*new)
+        first = 0 if window is None else max(begin - window + 1, 0)
+        assert sizes == (end - first, first) and layer.get_seq_length() == end
+        if begin == 0:
+            assert all(map(torch.equal, found, new))
+        else:
+            for x, of in zip(found, states, strict=True):
+                wanted = of[:, :, first:end].float()
+                scale = wanted.abs().amax(-1) / 448
+                assert x.shape == wanted.shape and x.dtype == torch.float8_e4m3fn
+                torch.testing.assert_close(x.descale, scale.transpose(1, 2))
+                assert_close(x.widened(torch.float32), wanted, 2**-4)
+        begin = end
+    last = found[0].widened(torch.float16)
+    query, token = torch.randn(3, 4, 1, 16).half(), [x[:, :, :1] for x in states]
+    exact = [torch.cat((x.widened(torch.float32), y), 2) for x, y in zip(found, token, strict=True)]
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    layer.batch_select_indices(torch.tensor([0, 1]))
+    layer.batch_repeat_interleave(2)
+    order = torch.tensor([2, 2, 0, 0])
+    found = layer.update(*(x[order] for x in token))
+    skipped = 0 if window is None else exact[0].shape[2] - window
+    kept = last[order][:, :, skipped:]
+    assert torch.equal(found[0].widened(torch.float16)[:, :, :-1], kept)
+    module = SimpleNamespace(is_causal=True, layer_idx=0)
+    out, _ = fa3.attention(module, query[order], *found, None)
+    exact = [x[order][:, :, skipped:].float() for x in exact]
+    wanted, _ = fa3.attention(module, query[order].float(), *exact, None)
+    assert_close(out.float(), wanted, 0.05)  # of one token in 8 bits, and of 16
+    layer.reset()
+    assert layer.get_seq_length() == 0 and layer.update(*states)[0] is states[0]
+
+
+def test_a_cache_of_8_bits_generates_the_tokens_of_16(small_room):
+    model = pair(configured("Llama"))[0].bfloat16()
+    cache = transformers_cache.quantized_cache(model.config)
+    found = generated(model, tokens(), past_key_values=cache)
+    assert torch.equal(found, generated(model, tokens()))
+
+
+@torch.no_grad()
+def test_a_cache_of_8_bits_refuses_by_name(monkeypatch):
+    model, eager = (m.half() for m in pair(configured("Llama")))
+    new = transformers_cache.quantized_cache
+    cache = new(eager.config)
+    eager(tokens(), past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="attention must be flashattn3's with a cache of 8"):
+        eager(tokens(rows=1), past_key_values=cache)
+    for name, given in (("crop", (-1,)), ("offload", ()), ("prefetch", ())):
+        with pytest.raises(UnsupportedError, match=f"transformers cache: {name} must not be asked"):
+            getattr(cache.layers[0], name)(*given)
+    with pytest.raises(ValueError, match=r"append_kvcache: k\.dtype must be one of"):
+        model.float()(tokens(), past_key_values=new(model.config))
+    with pytest.raises(ValueError, match="quantized_cache: dtype must be one of"):
+        new(model.config, torch.float16)
+    other = SimpleNamespace(layers=[0])
+    monkeypatch.setattr(transformers.cache_utils, "DynamicCache", lambda config: other)
+    with pytest.raises(UnsupportedError, match="got one with a int; use transformers' DynamicC"):
+        new(model.config)
 
 
 @pytest.mark.parametrize("name", DECODERS)

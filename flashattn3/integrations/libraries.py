@@ -8,6 +8,8 @@ from types import ModuleType
 
 from ..errors import UnsupportedError
 
+TRANSFORMERS = "transformers", "4.57", "5.24"  # and the releases that the tests cover
+
 
 def import_library(
     function: str, name: str, oldest: str, newest: str, install: str | None = None

@@ -31,14 +31,14 @@ from ..modes import is_watched
 from ..run.bhsd import attend_like_before, call_operator, is_compiled
 from ..run.launches import Further, attend_kept
 from .dense_masks import fits, mask_of
-from .libraries import import_library
+from .libraries import TRANSFORMERS, import_library
 from .masks import mask
 from .packed_positions import edges_of_positions, edges_of_traced_positions
 from .refused_models import _awaited, attention_was_called, attention_was_compiled, refuse_models
 from .segments import INSTEAD, Segments, is_plain
+from .transformers_cache import QuantizedStates
 from .transformers_paged import no_mask, paged_attention
 
-OLDEST, NEWEST = "4.57", "5.24"  # releases of transformers that the tests cover
 TAKEN = ("eager", "sdpa", "flex_attention")
 
 
@@ -60,7 +60,7 @@ def register(name: str = "fa3") -> str:
 
 def register_as(function: str, name: str, attend: Callable) -> str:
     """``register`` of an attention function. function: that a user called."""
-    import_library(function, "transformers", OLDEST, NEWEST)
+    import_library(function, *TRANSFORMERS)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     reserved = any(part in name.lower() for part in ("flash", "/", "|"))
@@ -98,7 +98,8 @@ def attention(
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).
-        key, value: (batch, heads_kv, seqlen_k, ·); value's head_dim may differ.
+        key, value: (batch, heads_kv, seqlen_k, ·); value's head_dim may differ. QuantizedStates of
+            a cache of 8 bits.
         attention_mask: from ``mask``, or None: then attention is causal where is_causal says so, as
             in transformers' sdpa and flash attention; eager attention shows all keys there. A model
             that asks for its mask never differs in this. A floating one (batch or 1, heads or 1,
@@ -175,6 +176,7 @@ def attention(
     if position_bias is not None:
         bias = segments.hidden_in(position_bias.to(query.dtype), batch)
         return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux), None
+    key, value = _widened(key, value, query.dtype)
     causal, left = segments.causal, segments.left
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k  # torch 2.8 traces no slice
     values = scaling, causal, left, 0 if causal else left, softcap or 0.0
@@ -240,6 +242,7 @@ def options_of(values: tuple, s_aux: Tensor | None, query: Tensor) -> dict[str, 
 
 def _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux) -> Tensor:
     """The attention of all queries to all keys that the bias does not hide."""
+    key, value = _widened(key, value, query.dtype)
     sizes = query.shape[2], key.shape[2]
     rows = [n if found == 1 else -1 for n, found in zip(sizes, bias.shape[2:], strict=True)]
     bias = bias.to(query.dtype).expand(-1, -1, *rows)
@@ -249,6 +252,7 @@ def _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux) -> Tenso
 
 def _attend_with_mask(query, key, value, seen, position_bias, scaling, softcap, s_aux) -> Tensor:
     """The attention of all queries to the keys that a bool mask shows."""
+    key, value = _widened(key, value, query.dtype)
     keys = key.shape[2]  # a mask may have more, as transformers' eager attention has it
     if not fits(seen[..., :keys], *query.shape[:3], keys):
         raise UnsupportedError(
@@ -261,6 +265,13 @@ def _attend_with_mask(query, key, value, seen, position_bias, scaling, softcap, 
         return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux)
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux, query)}
     return flash_attn_bhsd_func(query, key, value, mask=mask_of(seen, keys), **options)
+
+
+def _widened(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of a cache of 8 bits in the dtype of queries, others as they are."""
+    if isinstance(key, QuantizedStates):
+        return key.widened(dtype), value.widened(dtype)
+    return key, value
 
 
 def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
@@ -285,19 +296,26 @@ def _attend_to_cache(
     if torch.is_grad_enabled() or segments.cu_seqlens_q is not None:
         return None
     end, begin = segments.cache_seqlens, segments.cache_leftpad
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    window = segments.left, 0
-    if s_aux is None and not is_watched(query, key):
+    q, window = query.transpose(1, 2), (segments.left, 0)
+    k_descale = v_descale = None
+    if isinstance(key, QuantizedStates):
+        k, v, k_descale, v_descale = key.codes, value.codes, key.descale, value.descale
+    else:
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
+    if s_aux is None and not is_watched(q, k):
         options = _options_of_one_query(window, scaling, True, softcap, None)
-        further = None if begin is None else Further(cache_leftpad=begin)
+        further = None
+        if begin is not None or k_descale is not None:
+            further = Further(cache_leftpad=begin, k_descale=k_descale, v_descale=v_descale)
         out = attend_kept(options, q, k, v, end, None, None, further, None)
         if out is not None:
             return out
-    if not _fits_a_cached_call(query, key, value, end):
+    if not _fits_a_cached_call(q, k, v, k_descale, end):
         return None
     sinks = None if s_aux is None else s_aux.float()
     named = {"cache_seqlens": end, "cache_leftpad": begin, "sinks": sinks}
     named |= {"softmax_scale": scaling, "window_size": window, "softcap": softcap}
+    named |= {"k_descale": k_descale, "v_descale": v_descale}
     return flash_attn_with_kvcache(q, k, v, causal=True, **named)
 
 
@@ -305,15 +323,17 @@ _OPTIONS = "window_size", "softmax_scale", "causal", "softcap", "backend"
 _options_of_one_query = reader(DECODE, "flash_attn_with_kvcache", _OPTIONS)
 
 
-def _fits_a_cached_call(query: Tensor, key: Tensor, value: Tensor, end: Tensor | None) -> bool:
+def _fits_a_cached_call(
+    q: Tensor, k: Tensor, v: Tensor, k_descale: Tensor | None, end: Tensor | None
+) -> bool:
     """end: where the keys end in a cache that does not grow. One that does gives compiled code
     another shape in each step, and a call that is not cached has a plan for all of them."""
     if end is None and torch.compiler.is_compiling():
         return False
-    if query.dtype not in SIXTEEN_BIT or not query.dtype == key.dtype == value.dtype:
+    stored = q.dtype if k_descale is None else k.dtype
+    if q.dtype not in SIXTEEN_BIT or not stored == k.dtype == v.dtype:
         return False
-    fits = value.shape[3] <= query.shape[3] <= MAX_HEAD_DIM
-    return fits and key.stride(3) == value.stride(3) == 1
+    return v.shape[3] <= q.shape[3] <= MAX_HEAD_DIM and k.stride(3) == v.stride(3) == 1
 
 
 @public(attend_masked_bhsd)
