@@ -668,14 +668,15 @@ def check_the_life_of_a_mask(host):
     cache, kept = launches._with_node[number], masks.window(200, 20, 0)
     found = [flash_attn_func(*tensors, mask=kept) for _ in range(2)]
     assert int(found[1].grad_fn._saved_dropout_p) != number
-    life = weakref.ref(mask)
+    life, identity = weakref.ref(mask), id(mask)
     del mask
-    assert life() is not None and number in launches._with_node
+    assert life() is not None and number in launches._with_node and identity in doors._of_masks
     torch.autograd.grad(out, tensors, torch.ones_like(out))
     plain = [x.detach() for x in tensors]
     assert cache.operators.forward(number, *plain)[0] is not None
     del out
     assert life() is None and number not in launches._with_node
+    assert identity not in doors._of_masks
     assert cache.operators.forward(number, *plain)[0] is None
     torch.autograd.grad(found, tensors, [torch.ones_like(x) for x in found])
 

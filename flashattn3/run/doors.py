@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -106,10 +106,10 @@ def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
 
 def _cache_of_mask(options: Options, bhsd: bool, mask: Mask) -> LaunchCache:
     """The same of calls with this mask object."""
-    caches = _of_masks.get(mask)
+    caches = _of_masks.get(id(mask))
     if caches is None:
-        caches = _of_masks[mask] = {}
-        finalize(mask, _forget, caches).atexit = False
+        caches = _of_masks[id(mask)] = {}
+        finalize(mask, _forget, id(mask), caches).atexit = False
     found = caches.get((options, bhsd))
     if found is None:
         found = LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node), mask)
@@ -118,16 +118,18 @@ def _cache_of_mask(options: Options, bhsd: bool, mask: Mask) -> LaunchCache:
 
 
 def _is_score_watched(tensors: Tensors, mask: Mask | None) -> bool:
-    return is_score_watched(tensors, mask is not None and mask in _of_masks)
+    return is_score_watched(tensors, mask is not None and id(mask) in _of_masks)
 
 
-def _forget(caches: dict[tuple, LaunchCache]) -> None:
+def _forget(mask_id: int, caches: dict[tuple, LaunchCache]) -> None:
+    _of_masks.pop(mask_id, None)
     for cache in caches.values():
         cache.forget()
 
 
-# Masks of eager calls that nothing watched: their tensors are never replaced.
-_of_masks: WeakKeyDictionary[Mask, dict[tuple, LaunchCache]] = WeakKeyDictionary()
+# By the ids of masks of eager calls that nothing watched: their tensors are never replaced. A mask
+# is forgotten before its id is another object's.
+_of_masks: dict[int, dict[tuple, LaunchCache]] = {}
 
 
 def _attend_plain(
