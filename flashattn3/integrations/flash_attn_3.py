@@ -24,7 +24,6 @@ from .paged import attend_to_pages
 from .stand_in import install
 
 _VARLEN = signature(api.flash_attn_varlen_func)
-_TABLES = ("page_table", "block_table")
 # Arguments of varlen calls without a meaning where keys are in pages: a bound, gradients, a hint.
 _NOT_IN_PAGES = ("max_seqlen_k", "deterministic", "use_fast_accum")
 

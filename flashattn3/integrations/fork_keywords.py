@@ -8,7 +8,7 @@ from ..errors import expect, shown, value_error
 VERSIONS = 2, 3, 4
 # Keywords of the forks for features that we lack: at these values they ask for nothing.
 _NEUTRAL = {
-    "q_v": None, "qv": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None,
+    "q_v": None, "cp_world_size": 1, "cp_rank": 0, "cp_tot_seqused_k": None,
     "only_qv": False, "score_mod": None, "mask_mod": None, "aux_tensors": None, "sfq": None,
     "sfk": None, "sfv": None, "rel_bias": None, "rel_bias_prep_cache": None,
 }  # fmt: skip
@@ -30,7 +30,7 @@ def without_fork_keywords(function: str, options: dict[str, object]) -> dict[str
             version = integer(function, name, version)
             expect(version in VERSIONS, function, name, f"one of {VERSIONS}", version)
     for name, neutral in _NEUTRAL.items():
-        if name in found and name != "qv":  # which our functions refuse
+        if name in found:
             value = found.pop(name)
             if value is not None and value != neutral:
                 raise value_error(function, name, neutral, shown(value))

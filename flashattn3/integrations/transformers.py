@@ -240,19 +240,16 @@ def options_of(values: tuple, s_aux: Tensor | None, query: Tensor) -> dict[str, 
     return options | {"softmax_scale": scaling, "sinks": _sinks(s_aux, query)}
 
 
-def _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux) -> Tensor:
+def _attend_with_bias(query, key, value, bias, *options) -> Tensor:
     """The attention of all queries to all keys that the bias does not hide."""
-    key, value = _widened(key, value, query.dtype)
     sizes = query.shape[2], key.shape[2]
     rows = [n if found == 1 else -1 for n, found in zip(sizes, bias.shape[2:], strict=True)]
     bias = bias.to(query.dtype).expand(-1, -1, *rows)
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux, query)}
-    return flash_attn_bhsd_func(query, key, value, bias=bias, **options)
+    return _attend_densely(query, key, value, *options, bias=bias)
 
 
-def _attend_with_mask(query, key, value, seen, position_bias, scaling, softcap, s_aux) -> Tensor:
+def _attend_with_mask(query, key, value, seen, position_bias, *options) -> Tensor:
     """The attention of all queries to the keys that a bool mask shows."""
-    key, value = _widened(key, value, query.dtype)
     keys = key.shape[2]  # a mask may have more, as transformers' eager attention has it
     if not fits(seen[..., :keys], *query.shape[:3], keys):
         raise UnsupportedError(
@@ -262,9 +259,14 @@ def _attend_with_mask(query, key, value, seen, position_bias, scaling, softcap, 
     if position_bias is not None:
         hidden = ~seen[..., :keys]
         bias = position_bias.to(query.dtype).masked_fill(hidden, -torch.inf)
-        return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux)
+        return _attend_with_bias(query, key, value, bias, *options)
+    return _attend_densely(query, key, value, *options, mask=mask_of(seen, keys))
+
+
+def _attend_densely(query, key, value, scaling, softcap, s_aux, **mask_or_bias) -> Tensor:
+    key, value = _widened(key, value, query.dtype)
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux, query)}
-    return flash_attn_bhsd_func(query, key, value, mask=mask_of(seen, keys), **options)
+    return flash_attn_bhsd_func(query, key, value, **mask_or_bias, **options)
 
 
 def _widened(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -375,8 +377,7 @@ def flash_attn_bhsd_func(
 _REFUSED = {
     "head_mask": "use attn_implementation='eager'",
     "output_attentions": "use attn_implementation='eager' to read the probabilities",
-    "cache": "it is the paged cache of continuous batching, which transformers 5.0 to 5.22 pass to "
-    "'paged|fa3': use attn_implementation='sdpa', or the Hub layout of this package",
+    "cache": "it is the paged cache of continuous batching: use attn_implementation='paged|fa3'",
 }
 
 
