@@ -47,9 +47,9 @@ inline void copy_token(DecodeProblem& to, DecodeProblem& from, int b, int query)
   }
   to.sinks = from.sinks;
   for (int h = 0; h < to.c.heads_kv && to.c.descales; ++h) {
-    const int of = b * to.c.heads_kv + h;
-    to.q_descale[h] = from.q_descale[of], to.k_descale[h] = from.k_descale[of];
-    to.v_descale[h] = from.v_descale[of];
+    to.q_descale[h] = from.head_descale(from.q_descale, b, h);
+    to.k_descale[h] = from.head_descale(from.k_descale, b, h);
+    to.v_descale[h] = from.head_descale(from.v_descale, b, h);
   }
 }
 
