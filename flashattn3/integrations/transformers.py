@@ -271,7 +271,7 @@ def _attend_densely(query, key, value, scaling, softcap, s_aux, **mask_or_bias) 
 
 def _widened(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of a cache of 8 bits in the dtype of queries, others as they are."""
-    if isinstance(key, QuantizedStates):
+    if type(key) is QuantizedStates:
         return key.widened(dtype), value.widened(dtype)
     return key, value
 
@@ -300,7 +300,7 @@ def _attend_to_cache(
     end, begin = segments.cache_seqlens, segments.cache_leftpad
     q, window = query.transpose(1, 2), (segments.left, 0)
     k_descale = v_descale = None
-    if isinstance(key, QuantizedStates):
+    if type(key) is QuantizedStates:
         k, v, k_descale, v_descale = key.codes, value.codes, key.descale, value.descale
     else:
         k, v = key.transpose(1, 2), value.transpose(1, 2)

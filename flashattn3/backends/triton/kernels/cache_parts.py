@@ -208,7 +208,8 @@ def find_work(
         slot += tl.sum(tl.where(here, slot_begins, 0), 0)
         before += tl.sum(counted, 0)
         slots_before += tl.sum(slots, 0)
-    return batch_idx, own_index, own_units, num_parts, slot
+    # Triton 3.8 compiles no division by a number that it sees begin at 0.
+    return batch_idx, own_index, own_units, tl.maximum(num_parts, 1), slot
 
 
 @triton.jit
