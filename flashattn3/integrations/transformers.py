@@ -176,7 +176,8 @@ def attention(
     if position_bias is not None:
         bias = segments.hidden_in(position_bias.to(query.dtype), batch)
         return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux), None
-    key, value = _widened(key, value, query.dtype)
+    if type(key) is QuantizedStates:
+        key, value = _widened(key, value, query.dtype)
     causal, left = segments.causal, segments.left
     edges = segments.cu_seqlens_q, segments.cu_seqlens_k  # torch 2.8 traces no slice
     values = scaling, causal, left, 0 if causal else left, softcap or 0.0
@@ -264,16 +265,17 @@ def _attend_with_mask(query, key, value, seen, position_bias, *options) -> Tenso
 
 
 def _attend_densely(query, key, value, scaling, softcap, s_aux, **mask_or_bias) -> Tensor:
-    key, value = _widened(key, value, query.dtype)
+    if type(key) is QuantizedStates:
+        key, value = _widened(key, value, query.dtype)
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": _sinks(s_aux, query)}
     return flash_attn_bhsd_func(query, key, value, **mask_or_bias, **options)
 
 
-def _widened(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of a cache of 8 bits in the dtype of queries, others as they are."""
-    if type(key) is QuantizedStates:
-        return key.widened(dtype), value.widened(dtype)
-    return key, value
+def _widened(
+    key: QuantizedStates, value: QuantizedStates, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a cache of 8 bits in the dtype of queries."""
+    return key.widened(dtype), value.widened(dtype)
 
 
 def _sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
