@@ -136,9 +136,9 @@ EMULATIONS = {
     "widened caches": ("widen", ("60",), 50, 150, None),
     "cached forward, lost pages": ("forward", ("--only", "lost"), 2, 99, None),
     "random cached forward": ("forward", ("--random", "12"), 2, 12, None),
-    "random spans of keys": ("span", ("--random", "24"), 6, 24, None),
+    "random spans of keys": ("span", ("--random", "32"), 6, 32, None),
     "forward, masks as lists": ("forward", ("--only", "lists"), 12, 12, None),
-    "backward, masks as lists": ("backward", ("--only", "lists", "--steps", "150"), 9, 9, None),
+    "backward, masks as lists": ("backward", ("--only", "lists", "--steps", "150"), 13, 13, None),
     # Short problems of every kernel config, and longer ones of 192 columns.
     "backward": ("backward", ("--steps", "16"), 6, 999, None),
     "backward d192": ("backward", ("--only", "d192", "--steps", "100"), 6, 999, None),
