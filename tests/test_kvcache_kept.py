@@ -129,6 +129,20 @@ def test_a_launch_is_kept_with_what_its_metadata_must_hold(page_size, double):
     assert double.hashes == [hash_of_options(sizes, q.dtype, launches_with(causal=True).options)]
 
 
+def test_autocast_casts_the_queries_of_8_bit_caches(double):
+    """A launch that is kept outside of autocast has queries of another dtype."""
+    q, k, v = tensors_of(dtype=torch.half)
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    flash_attn_with_kvcache(q, k, v)
+    for more in ({}, {"k_descale": torch.ones(2, 2)}):
+        assert flash_attn_with_kvcache(q, k, v, **more) is double.result
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert flash_attn_with_kvcache(q, k, v, **more).dtype == torch.bfloat16
+            of_16_bits = tensors_of()
+            flash_attn_with_kvcache(*of_16_bits)
+            assert flash_attn_with_kvcache(*of_16_bits) is double.result
+
+
 def test_sizes_and_lengths_that_grow_need_no_new_launch(double):
     flash_attn_with_kvcache(*tensors_of(), cache_seqlens=7)
     for step in range(3):

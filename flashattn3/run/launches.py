@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..call.cached import DecodeOptions, lse_shape, one_q_position
+from ..call.dtypes import EIGHT_BIT
+from ..modes import has_autocast
 from .aten_node import registered_node
 
 if TYPE_CHECKING:
@@ -182,6 +184,8 @@ def attend_kept(
         if torch.is_grad_enabled() and (
             q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
         ):
+            return None
+        if has_autocast() and k_cache.dtype in EIGHT_BIT:  # q follows autocast, not the cache
             return None
         if further is new is None:
             operator, more = operators.decode, ()
