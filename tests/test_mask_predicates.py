@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import GPU
 from torch.nn.attention.flex_attention import (
+    BlockMask,
     and_masks,
     create_block_mask,
     create_mask,
@@ -150,3 +151,32 @@ def test_kernels_of_mask_mods_compile_for_every_chip(capability, compilers):
     spilled = compilers.submit(stack_bytes, capability).result()
     assert len(spilled) == sum(has_code for _, has_code in MODS.values())
     assert max(spilled.values()) <= 8, spilled
+
+
+def test_tensors_of_another_device_are_left_to_torch():
+    """A kernel has no access to a CPU's tensors, which are numbers for torch."""
+    elsewhere = torch.device("meta")
+    assert code_of(lambda b, h, q, k: (IDS[q] == IDS[k]) & (k < LIMIT), elsewhere) is None
+    assert code_of(lambda b, h, q, k: k < LIMIT, elsewhere) is None
+    assert code_of(causal, elsewhere) is not None
+
+
+@pytest.mark.parametrize("block_size", [128, 16])
+def test_numbers_of_blocks_reach_the_kernels_as_int32(block_size, monkeypatch):
+    """A kernel that is compiled for one type of them is launched without a look at others."""
+    received, listed = [], triton_lists.of_code
+
+    def of_code(grid, code, block_mask, most_partial):
+        received.extend(x.dtype for x in block_mask[:4])
+        return listed(grid, code, block_mask, most_partial)
+
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    monkeypatch.setattr(triton_lists, "of_code", of_code)
+    given = create_block_mask(causal, 1, 2, 300, 200, device=DEVICE, BLOCK_SIZE=block_size)
+    lists = given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices
+    options = {"BLOCK_SIZE": block_size, "mask_mod": causal, "seq_lengths": (300, 200)}
+    block_mask = BlockMask.from_kv_blocks(*(x.long() for x in lists), **options)
+    assert block_mask.kv_indices.dtype == torch.int64
+    found = masks.from_block_mask(block_mask)
+    assert received == [torch.int32] * 4
+    assert torch.equal(found.to_bool(), masks.from_block_mask(given).to_bool())

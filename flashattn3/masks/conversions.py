@@ -97,13 +97,11 @@ def _lists_by_kernels(block_mask: BlockMask, grid: Grid) -> tuple[BlockLists, Bl
     code = code_of(block_mask.mask_mod, block_mask.kv_indices.device)
     if code is None and block_mask.BLOCK_SIZE[1] % 8:
         return None
-    lists = triton_lists.BlockMaskLists(
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-        *block_mask.BLOCK_SIZE,
-    )
+    given = block_mask.kv_num_blocks, block_mask.kv_indices
+    given += block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    # BlockMask.from_kv_blocks takes int64 too.
+    given = (x if x is None else x.int() for x in given)
+    lists = triton_lists.BlockMaskLists(*given, *block_mask.BLOCK_SIZE)
     if code is not None:
         return triton_lists.of_code(grid, code, lists, (None, None))
     from torch.nn.attention.flex_attention import create_mask

@@ -74,6 +74,8 @@ class _Trace:
     def tensor(self, x: Tensor) -> str:
         if type(x) not in (Tensor, torch.nn.Parameter) or x.dtype not in _TYPES:
             raise _UnknownError
+        if x.device != self.device:  # torch takes a number of the CPU, and has an error for others
+            raise _UnknownError
         for i, known in enumerate(self.tensors):
             if x is known:
                 return f"t{i}_ptr"
