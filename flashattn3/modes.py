@@ -71,6 +71,11 @@ def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
         )
 
 
+def autocasts(kind: str) -> bool:
+    """Whether autocast is enabled for a kind of device; the meta device has none."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def refuse_jit_trace(function: str) -> None:
     """Raise under torch.jit.trace, which would keep the lengths and the plan of one call."""
     if not _is_compiling() and torch._C._get_tracing_state() is not None:

@@ -160,6 +160,15 @@ for word in {list(words)}:
     assert run_python(code).split() == list(map(str, words.values()))
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_number_with_a_gradient_is_refused(name):
+    """The gradient of a learned scale would be lost."""
+    learned = torch.tensor(0.5, requires_grad=True)
+    assert f"{name}.requires_grad must be False, got True" in sentence_of(dense, **{name: learned})
+    with torch.no_grad():
+        assert torch.equal(dense(**{name: learned}), dense(**{name: 0.5}))
+
+
 def test_a_softmax_scale_of_zero_warns_once():
     """FlashAttention-2 has dropout_p at its place."""
     _warn_of_zero_scale.cache_clear()

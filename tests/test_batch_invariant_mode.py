@@ -58,6 +58,10 @@ def test_the_mode_is_split_tokens_of_all_calls(device):
         ):
             flash_attn_fp8_func(q.half(), q.half(), q.half())
     assert same_bits(flash_attn_func(q, q, q), plain)
+    with pytest.raises(
+        TypeError, match="use_batch_invariant_mode: enabled must be a bool, got 256"
+    ):
+        use_batch_invariant_mode(256)
 
 
 def test_the_mode_counts_when_a_compiled_function_runs():

@@ -375,6 +375,7 @@ def test_a_figure_shows_scores_or_blocks(tmp_path):
 
 def compiled(x, lengths, mask):
     built = (masks.documents(lengths, seqlen=150, causal=True) & mask) | mask.inverse()
+    built |= masks.window(150, 0, 0)
     return x + built.density, built
 
 
@@ -408,6 +409,13 @@ ERRORS = (
     (lambda: masks.documents(torch.ones(2), seqlen=2), "lengths.dtype must be one of"),
     (lambda: masks.documents(ids=torch.ones(2).int()), r"ids.shape must be \(batch, seqlen\), got"),
     (lambda: masks.documents(ids=torch.ones(1, 2).int(), seqlen=2), "seqlen must be None beside"),
+    (lambda: masks.documents(8), "lengths must be a sequence of ints or a torch.Tensor, got 8"),
+    (lambda: masks.documents([8], causal="no"), "masks.documents: causal must be a bool, got 'no'"),
+    (lambda: masks.prefix_lm([2.5], 8), r"prefix_lengths\[...\] must be an int, got 2.5"),
+    (
+        lambda: masks.window(8, 1) and masks.window(8, 2),
+        "neither true nor false; combine masks by",
+    ),
     (lambda: masks.prefix_lm([9], 8), "prefix_lengths must be between 0 and 8, got 9"),
     (lambda: masks.window(8, 1, sinks=-1), "masks.window: sinks must be at least 0, got -1"),
     (lambda: masks.window(8.0, 1), "masks.window: seqlen must be an int, got 8.0"),

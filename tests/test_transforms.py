@@ -198,6 +198,10 @@ def test_tensors_without_data_give_results_without_data(requires_grad):
     ):
         assert (out.shape, lse.shape) == ((2, 5, 4, 16), (2, 4, 5))
         assert out.is_meta and lse.is_meta and out.requires_grad == requires_grad
+    with torch.autocast("cpu"):
+        out = flash_attn_func(q, k, v)
+        if requires_grad:
+            assert torch.autograd.grad(out.sum(), qkv)[0].is_meta
     edges, rows = torch.empty(3, dtype=torch.int32, device="meta"), qkv.flatten(0, 1).unbind(1)
     longest = torch.tensor(5, device="meta")
     assert flash_attn_varlen_func(*rows, edges, edges, longest, 5).shape == (10, 4, 16)

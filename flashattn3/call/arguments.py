@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import shown, type_error, value_error
+from ..errors import UnsupportedError, complaint, shown, type_error, value_error
 
 LARGEST = 2**63 - 1  # torch operators take int64
 
@@ -29,6 +29,12 @@ def real(function: str, name: str, value: object) -> float:
     """Convert a float or an int to float; NaN and infinity are accepted."""
     if type(value) is float:
         return value
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        sentence = complaint(function, f"{name}.requires_grad", False, True)
+        raise UnsupportedError(
+            f"{sentence}: it is a number without a gradient; multiply q by a learned scale, or "
+            f"pass {name}.detach()"
+        )
     found = _scalar(value)
     if isinstance(found, bool) or not isinstance(found, (float, int, torch.SymFloat, torch.SymInt)):
         raise type_error(function, name, "a float", shown(value))

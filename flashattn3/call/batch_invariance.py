@@ -8,7 +8,7 @@ from contextvars import ContextVar
 import torch
 
 from ..errors import UnsupportedError, value_error
-from .arguments import integer
+from .arguments import boolean, integer
 
 SPAN_UNIT = 128  # every kernel's n_block of keys divides it
 DEFAULT_SPAN = 1024
@@ -63,6 +63,7 @@ class use_batch_invariant_mode:
 
     def __init__(self, enabled: bool = True, *, split_tokens: int = DEFAULT_SPAN) -> None:
         function = "use_batch_invariant_mode"
+        enabled = boolean(function, "enabled", enabled)
         tokens = integer(function, "split_tokens", split_tokens)
         if not is_span(tokens):
             wanted = f"a multiple of {SPAN_UNIT}"

@@ -3,7 +3,7 @@ FLASHATTN3_CHECK=1, because that waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ def checked_length(function: str, name: str, value: object) -> int:
     length = integer(function, name, value)
     expect(length >= 0, function, name, "at least 0", length)
     return length
+
+
+def checked_lengths(function: str, name: str, values: object) -> list[int]:
+    """Lengths in tokens that are given as ints."""
+    if not isinstance(values, Iterable):
+        raise type_error(function, name, "a sequence of ints or a torch.Tensor", shown(values))
+    return [integer(function, f"{name}[...]", value) for value in values]
 
 
 def checked_tensor(

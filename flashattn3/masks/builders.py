@@ -12,12 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..call.arguments import integer
+from ..call.arguments import boolean, integer
 from ..errors import expect, shown, value_error
 from . import block_kinds, trees, triton_lists
 from .arguments import (
     check_bounds,
     checked_length,
+    checked_lengths,
     checked_tensor,
     expect_alike,
     without_copies,
@@ -60,6 +61,7 @@ def documents(
         checked; both or none of lengths and ids.
     """
     function = "masks.documents"
+    causal = boolean(function, "causal", causal)
     if (lengths is None) == (ids is None):
         wanted = "None beside ids, and given without"
         raise value_error(function, "lengths", wanted, shown(lengths))
@@ -69,7 +71,7 @@ def documents(
         seqlen = ids.shape[1]
     else:
         if not isinstance(lengths, Tensor):
-            lengths = [integer(function, "lengths[...]", length) for length in lengths]
+            lengths = checked_lengths(function, "lengths", lengths)
             seqlen = sum(lengths) if seqlen is None else seqlen
             lengths = _on_device(lengths, device)
         wanted = "an int where lengths is a tensor"
@@ -150,7 +152,8 @@ def prefix_lm(prefix_lengths: Sequence[int] | Tensor, seqlen: int, *, device=Non
     function = "masks.prefix_lm"
     seqlen = checked_length(function, "seqlen", seqlen)
     if not isinstance(prefix_lengths, Tensor):
-        prefix_lengths = _on_device(list(prefix_lengths), device)
+        prefix_lengths = checked_lengths(function, "prefix_lengths", prefix_lengths)
+        prefix_lengths = _on_device(prefix_lengths, device)
     prefix = checked_tensor(function, "prefix_lengths", prefix_lengths, "(batch,)", 1)
     check_bounds(function, "prefix_lengths", prefix, 0, seqlen)
     grid = Grid(prefix.shape[0], 1, seqlen, seqlen)
@@ -193,7 +196,7 @@ def window(
     left, right, sinks = (
         queries + keys if x < 0 else min(x, queries + keys) for x in (left, right, sinks)
     )
-    device = torch.get_default_device() if device is None else torch.device(device)
+    device = torch.empty(0, device=device).device  # torch.compile traces no default device
 
     def spans() -> tuple[Tensor, Tensor]:
         own = torch.arange(queries, device=device).view(1, 1, -1) + (keys - queries)

@@ -108,6 +108,9 @@ class Mask:
         """``~mask``, also in code that torch.compile traces, which knows no ``~`` of objects."""
         return _by_side(_inverse, self.grid, self)
 
+    def __bool__(self) -> bool:
+        raise TypeError("Mask: a mask is neither true nor false; combine masks by &, | and ~")
+
     def __str__(self) -> str:
         return drawing.text(self)
 

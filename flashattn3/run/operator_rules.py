@@ -12,6 +12,7 @@ import torch
 
 from ..call.dtypes import EIGHT_BIT
 from ..call.operands import Tensors, with_values
+from ..modes import autocasts
 
 if TYPE_CHECKING:
     from .planner import Plan
@@ -24,7 +25,7 @@ def under_autocast(tensors: Tensors) -> Tensors:
     ``F.scaled_dot_product_attention`` does. float64 and 8-bit tensors stay as they are, and so do
     sinks of float32."""
     q, k, v = tensors.q, tensors.k, tensors.v
-    if not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, torch.Tensor) or not autocasts(q.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(q.device.type)
     sinks, bias = tensors.sinks, _cast(tensors.bias, dtype)
@@ -42,7 +43,7 @@ def as_cache_under_autocast(
     if not (isinstance(cache, torch.Tensor) and cache.dtype in (*_CAST, *EIGHT_BIT)):
         return tensors
     kind, dtype = cache.device.type, cache.dtype
-    if not torch.is_autocast_enabled(kind):
+    if not autocasts(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind) if dtype in EIGHT_BIT else dtype
     return tuple(_cast(x, dtype) for x in tensors)
