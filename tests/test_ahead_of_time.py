@@ -207,21 +207,19 @@ HEAD_DIMS = {
 }
 # Rows of 8 bits, which the kernels multiply with all columns at a time.
 WHOLE_HEAD_DIMS = (32, 64, 128, 256)
-# Both sets of tiles of every row on every chip that takes it; the third set of features on two of
-# them.
+# Both sets of tiles of every row on every chip that takes it; each other feature on a chip of each
+# kind, and where columns are in parts.
 ALL = [(chip, d, "varlen-causal-window", "bfloat16") for chip in CHIPS for d in HEAD_DIMS[chip]]
 ALL += [(chip, d, "full", "float16") for chip in CHIPS for d in HEAD_DIMS[chip]]
 for of in EIGHT_BIT:
+    of_full = 64 if of == "int8" else 128
     ALL += [(chip, 128, "softcap-split", of) for chip in (A100, L4, H100)]
-    ALL += [(chip, d, "full", of) for chip in (A100, L4, H100) for d in (64, 128)]
+    ALL += [(chip, of_full, "full", of) for chip in (A100, L4, H100)]
     ALL += [(chip, d, "varlen-causal-window", of) for chip in CHIPS for d in WHOLE_HEAD_DIMS]
-ALL += [(chip, d, "softcap-split", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
-ALL += [(H100, d, "softcap-split", "bfloat16") for d in (96, 192)]
-ALL += [(chip, d, "mask", "bfloat16") for chip in (A100, H100) for d in (64, 128)]
+ALL += [(A100, 128, "softcap-split", "bfloat16")]
+ALL += [(H100, d, "softcap-split", "bfloat16") for d in (96, 128, 192)]
+ALL += [(A100, 64, "mask", "bfloat16"), (H100, 128, "mask", "bfloat16")]
 ALL += [(H100, 64, "mask-slopes", "bfloat16")]
-# out in float32 goes through shared memory, of which this chip has the least.
-IN_PARTS = [d for d in HEAD_DIMS[RTX5090] if d not in WHOLE_HEAD_DIMS]
-ALL += [(RTX5090, d, "softcap-split", "bfloat16") for d in IN_PARTS]
 
 
 def name_of(arguments) -> str:
@@ -231,20 +229,34 @@ def name_of(arguments) -> str:
 
 
 # Chips that launch what another launches. Of these .ci/run compiles the heaviest features in 16
-# bits at three head dims, one in parts, for registers and instructions of their own, and what the
-# other chip has not.
-THREE_DIMS = (96, 128, 256)
-ALIKE = {ORIN: A100, RTX3090: L4, LOWERED_H100: A100, B200: A100, RTX5090: L4}
+# bits at some head dims, for registers and instructions of their own.
+ALIKE = {ORIN: A100, RTX3090: L4, L4: A100, LOWERED_H100: A100, B200: A100, RTX5090: L4}
+THREE_DIMS = (96, 128, 256)  # one in parts
+OWN_REGISTERS = {ORIN: THREE_DIMS, B200: THREE_DIMS, RTX5090: THREE_DIMS}
+OWN_REGISTERS |= {RTX3090: (128,), LOWERED_H100: (256,)}
+# The chip of 8 bits that multiplies int8 alone, and chips with tiles of their own.
+OWN_TILES = {(L4, False): (128, 160, 256), (L4, True): WHOLE_HEAD_DIMS, (RTX3090, True): (128,)}
+
+
+def twin_of(arguments) -> tuple | None:
+    """The same of the chip that launches what this one does, if one is compiled for."""
+    chip, head_dim, features, dtype_name = arguments
+    eight_bit = dtype_name in EIGHT_BIT
+    if chip not in ALIKE or head_dim in OWN_TILES.get((chip, eight_bit), ()):
+        return None
+    other = A100 if (chip, eight_bit) == (RTX3090, True) else ALIKE[chip]  # L4 multiplies e4m3
+    found = other, head_dim, features, dtype_name
+    return found if found in ALL else None
 
 
 def is_swept(arguments) -> bool:
     chip, head_dim, features, dtype_name = arguments
+    if (features, dtype_name) == ("full", "float16") and head_dim not in THREE_DIMS:
+        return True  # but for the forward, which has tiles of its own: FORWARDS
     heaviest = (features, dtype_name) == ("varlen-causal-window", "bfloat16")
-    if chip not in ALIKE or (heaviest and head_dim in THREE_DIMS):
+    if heaviest and head_dim in OWN_REGISTERS.get(chip, ()):
         return False
-    if chip is RTX3090 and dtype_name in EIGHT_BIT:  # which L4 multiplies as they are
-        return False
-    return (ALIKE[chip], head_dim, features, dtype_name) in ALL
+    return twin_of(arguments) is not None
 
 
 def param_of(arguments):
@@ -254,15 +266,22 @@ def param_of(arguments):
 
 @pytest.mark.parametrize("chip", ALIKE, ids=lambda chip: chip.name)
 def test_what_is_swept_is_launched_on_another_chip(chip):
-    swept = [arguments for arguments in ALL if arguments[0] is chip and is_swept(arguments)]
+    swept = [of for of in ALL if of[0] is chip and is_swept(of) and twin_of(of)]
     assert len(swept) >= len(HEAD_DIMS[chip])
-    for _, head_dim, features, dtype_name in swept:
-        of = head_dim, FEATURES[features], dtype_name
-        found, other = launches_of(chip, *of), launches_of(ALIKE[chip], *of)
+    for arguments in swept:
+        found, other = (
+            launches_of(of, head_dim, FEATURES[features], dtype_name)
+            for of, head_dim, features, dtype_name in (arguments, twin_of(arguments))
+        )
         assert found.keys() == other.keys()
         for name, launch in found.items():
-            options = {key: x for key, x in launch.options.items() if key != "arch"}
-            assert (launch.constants, options) == (other[name].constants, other[name].options)
+            assert_alike(launch, other[name])
+
+
+def assert_alike(launch, other) -> None:
+    """What is compiled differs in the chip alone."""
+    options, others = ({**of.options, "arch": None} for of in (launch, other))
+    assert (launch.constants, options) == (other.constants, others)
 
 
 @pytest.mark.parametrize("chip", [A100, L4], ids=lambda chip: chip.name)
@@ -274,15 +293,35 @@ def test_few_columns_of_k_beside_many_of_v_spill_little(head_dim, chip, compiler
     assert report.stack_bytes <= SPILL_BOUND_BYTES["mma.sync"]["bwd_dkdv"][256]
 
 
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("chip", [A100, L4, RTX5090], ids=lambda chip: chip.name)
-def test_few_columns_of_v_beside_many_of_q_fit(chip, features, compilers):
-    """The row of V up to 128 columns, which has a tile of its own for the forward."""
-    for head_dim in (192, 256):
-        of = chip, head_dim, FEATURES[features], "bfloat16", True, 128, 0, "forward"
-        (report,) = compilers.submit(compile_all, *of).result()
-        assert report.shared_memory_bytes <= chip.shared_memory_bytes
-        assert report.stack_bytes <= SPILL_BOUND_BYTES["mma.sync"]["forward"][128]
+# Columns of Q and of V, features, chips. The row of V up to 128 columns beside more of Q has a tile
+# of its own, the same on every chip.
+FORWARDS = [((256, 128), features, A100) for features in FEATURES]
+FORWARDS += [((192, 128), "varlen-causal-window", A100), ((256, 128), "softcap-split", RTX5090)]
+# out in float32 goes through shared memory, of which this chip has the least.
+IN_PARTS = [d for d in HEAD_DIMS[RTX5090] if d not in WHOLE_HEAD_DIMS]
+FORWARDS += [((d, d), "softcap-split", RTX5090) for d in IN_PARTS]
+FORWARDS += [
+    ((d, d), "full", chip)
+    for chip, dims in ((A100, HEAD_DIMS[A100]), (L4, (160,)), (H100, HEAD_DIMS[H100]))
+    for d in dims
+    if d not in THREE_DIMS
+]
+
+
+@pytest.mark.parametrize("dims, features, chip", FORWARDS, ids=lambda x: getattr(x, "name", str(x)))
+def test_forwards_fit_their_chip(chip, dims, features, compilers):
+    of = dims[0], FEATURES[features], "float16" if features == "full" else "bfloat16"
+    alone = True, dims[1], 0, "forward"
+    (report,) = compilers.submit(compile_all, chip, *of, *alone).result()
+    assert "trap;" not in report.ptx
+    assert_instructions(chip, report)
+    assert report.shared_memory_bytes <= chip.shared_memory_bytes
+    assert report.stack_bytes <= spill_bound_bytes(chip, dims[1], False, "forward")
+    if dims[0] != dims[1]:
+        assert report.shared_memory_bytes <= RTX5090.shared_memory_bytes
+        launch, *others = (launches_of(x, *of, dims[1])["forward"] for x in (A100, L4, RTX5090))
+        for other in others:
+            assert_alike(launch, other)
 
 
 @pytest.fixture(scope="module", params=map(param_of, ALL))
@@ -353,12 +392,14 @@ def test_kernels_that_change_scores_fit_their_chip(compilers, chip, head_dim, na
             assert report.stack_bytes <= SPILL_BOUND_OF_SCORES[products_of(chip)], report.kernel
 
 
-ADDED = [(A100, d, "varlen-causal-window") for d in (40, 64, 80, 96, 128, 136, 160, 192, 256)]
-ADDED += [(A100, d, "full") for d in THREE_DIMS]  # one loop less
-ADDED += [
-    (chip, d, "varlen-causal-window")
-    for chip, d in ((RTX3090, 128), (L4, 256), (RTX5090, 128), (RTX5090, 192))
-]
+ADDED = [(A100, d, "varlen-causal-window") for d in (64, 96, 128, 160, 192, 256)]
+ADDED += [(A100, d, "full") for d in THREE_DIMS[::2]]  # one loop less
+ADDED += [(of, 128, "varlen-causal-window") for of in (RTX3090, RTX5090)]
+ADDED += [(L4, 256, "varlen-causal-window")]
+# Fewer head dims than the row, and one in parts of a tile that another chip has.
+SWEPT = [(A100, d, "varlen-causal-window") for d in (40, 80, 136)]
+SWEPT += [(A100, 128, "full"), (RTX5090, 192, "varlen-causal-window")]
+ADDED += [pytest.param(*of, marks=pytest.mark.sweep) for of in SWEPT]
 
 
 @pytest.mark.parametrize(
@@ -389,11 +430,10 @@ def test_dq_is_added_once_from_the_registers_of_its_gemm(compiler, chip, head_di
 
 
 ODD_MULTIPLES_OF_8 = (40, 56, 72, 88, 104, 120)
-WIDE = [(A100, d, "full") for d in ODD_MULTIPLES_OF_8[::2]]
-WIDE += [(H100, 40, "full"), (A100, 72, "varlen-causal-window"), (H100, 72, "softcap-split")]
-WIDE += [(L4, 72, "full"), (H100, 72, "full")]
-SWEPT = [(chip, 72, "full") for chip in (RTX3090, ORIN)]
-SWEPT += [(A100, d, "full") for d in ODD_MULTIPLES_OF_8[1::2]]
+WIDE = [(A100, 104, "full"), (A100, 72, "varlen-causal-window")]
+WIDE += [(H100, 40, "full"), (H100, 72, "softcap-split")]
+SWEPT = [(chip, 72, "full") for chip in (RTX3090, ORIN, L4, H100)]
+SWEPT += [(A100, d, "full") for d in ODD_MULTIPLES_OF_8 if d != 104]
 WIDE += [pytest.param(*of, marks=pytest.mark.sweep) for of in SWEPT]
 
 
@@ -414,8 +454,11 @@ def test_odd_multiples_of_8_load_and_store_as_wide_as_the_next_of_16(
         assert odd.ptx.count(";") <= 1.05 * even.ptx.count(";"), odd.kernel
 
 
-@pytest.mark.parametrize("of", EIGHT_BIT)
-@pytest.mark.parametrize("chip", [A100, L4, H100], ids=lambda chip: chip.name)
+@pytest.mark.parametrize(
+    ("chip", "of"),
+    [(A100, "int8"), (L4, "float8_e4m3fn"), *((H100, of) for of in EIGHT_BIT)],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_odd_multiples_of_8_load_8_bytes_of_8_bit_inputs(compiler, chip, of):
     """Their rows are multiples of 8 bytes apart. 4 bytes: lse, descales."""
     for report in compiler((chip, 72, "varlen-causal-window", of)):
@@ -425,9 +468,9 @@ def test_odd_multiples_of_8_load_8_bytes_of_8_bit_inputs(compiler, chip, of):
             assert widths["cp.async", 8] > 0
 
 
-@pytest.mark.parametrize("head_dim", [64, 72])
-def test_no_load_of_an_unaligned_tensor_is_wider_than_an_element(compiler, head_dim):
-    for report in compiler((A100, head_dim, "full", "bfloat16", False)):
+@pytest.mark.parametrize(("head_dim", "only"), [(64, None), (72, "forward")])
+def test_no_load_of_an_unaligned_tensor_is_wider_than_an_element(compiler, head_dim, only):
+    for report in compiler((A100, head_dim, "full", "bfloat16", False, None, 0, only)):
         widths = ptx.memory_widths(report.ptx)
         assert {size for _, size in widths} <= {2, 4}, report.kernel
         if report.kernel in PRODUCTS:
@@ -452,12 +495,19 @@ def test_single_elements_of_k_and_v_have_one_swizzle(compiler, dims, padding):
     assert not report.stale
 
 
-@pytest.mark.parametrize(("aligned", "features"), [(True, "varlen-causal-window"), (False, "full")])
-@pytest.mark.parametrize("of", EIGHT_BIT)
-@pytest.mark.parametrize("dims", [(56, 8), (64, 16), (128, 40), (256, 32)], ids=str)
-def test_eight_bit_k_and_fewer_columns_of_v_have_one_swizzle(compiler, dims, of, aligned, features):
+FEWER_COLUMNS = (56, 8), (64, 16), (128, 40), (256, 32)
+
+
+# Each two of dims, dtype and alignment at each of their values.
+@pytest.mark.parametrize(
+    ("dims", "of", "aligned"),
+    [(FEWER_COLUMNS[i], EIGHT_BIT[j], (i + j) % 2 == 0) for i in range(4) for j in range(2)],
+    ids=str,
+)
+def test_eight_bit_k_and_fewer_columns_of_v_have_one_swizzle(compiler, dims, of, aligned):
     """V is converted, so that it is not pipelined either."""
     head_dim, dim_v = dims
+    features = "varlen-causal-window" if aligned else "full"
     (report,) = compiler((H100, head_dim, features, of, aligned, dim_v, 0, "forward"))
     assert "wgmma" in report.ptx
     assert not ptx.buffers_of_two_swizzles(report.ptx)
