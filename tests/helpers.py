@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -228,3 +229,24 @@ def forget_cached_calls() -> None:
     of_ops = cached_plans.plan_of, cached_plans._checked_decode, cached_plans._checked_append
     for cache in (*of_ops, cached_launch_cache):
         cache.cache_clear()
+
+
+@contextmanager
+def cached_calls_of_an_h100(patch, *backends, modules=(cached_plans,)):
+    """Cached calls on CPU tensors are planned for an H100; no values are checked."""
+    for module in modules:
+        patch.setattr(module, "BACKENDS", backends)
+        patch.setattr(module, "describe_device", lambda device: H100)
+    patch.setattr(cached_plans, "is_checked", lambda device: False)
+    forget_cached_calls()
+    yield
+    forget_cached_calls()
+
+
+def built(config, library: Library):
+    """The kernel config, if the library has it; else the test is skipped."""
+    if library.error is not None:
+        pytest.skip(library.error)
+    if config.name not in library.configs:
+        pytest.skip(f"{config.name} is not in this build")
+    return config

@@ -12,7 +12,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from helpers import H100, ROOT, WITHOUT_HOPPER
+from helpers import H100, ROOT, WITHOUT_HOPPER, built
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashattn3.backends.hopper.backend import HopperBackend
@@ -39,15 +39,6 @@ def problem_of(tensors, **options):
     return describe(found, Options(**options))
 
 
-def built(config):
-    """Skip unless this build has the kernel config."""
-    if LIBRARY.error is not None:
-        pytest.skip(LIBRARY.error)
-    if config.name not in LIBRARY.configs:
-        pytest.skip(f"{config.name} is not in this build")
-    return config
-
-
 def qkv(batch=2, seqlen_q=512, seqlen_k=512, heads=(8, 4), d=64, dv=None, dtype=torch.bfloat16):
     q = torch.zeros(batch, seqlen_q, heads[0], d, dtype=dtype)
     k, v = (torch.zeros(batch, seqlen_k, heads[1], n, dtype=dtype) for n in (d, dv or d))
@@ -62,7 +53,7 @@ def prepared(tensors, prepare=forward_launch, device=H100, **options):
         config = select_forward_config(name, *dims, problem.masked, seqlen_k)
     else:
         config = select_backward_config(name, *dims)
-    return prepare(problem, device, built(config), LIBRARY)
+    return prepare(problem, device, built(config, LIBRARY), LIBRARY)
 
 
 RECORDS = {"params.h": LaunchRecord, "decode_params.h": DecodeRecord}
@@ -277,13 +268,13 @@ RECORD = LaunchRecord(2, *[512] * 4, 8, 4, 64, 64, False, 0.125, 0.0, -1, -1, 13
     ids=str,
 )
 def test_what_a_kernel_does_not_take_is_refused_once(changes, said):
-    config = built(select_forward_config("bf16", 64, 64, False, 512))
+    config = built(select_forward_config("bf16", 64, 64, False, 512), LIBRARY)
     with pytest.raises(RuntimeError, match=re.escape(said)):
         LIBRARY.prepare_forward(FORWARD_CONFIGS.index(config), *RECORD._replace(**changes))
 
 
 def test_a_config_that_is_not_there_is_refused():
-    built(select_forward_config("bf16", 64, 64, False, 512))
+    built(select_forward_config("bf16", 64, 64, False, 512), LIBRARY)
     count = len(FORWARD_CONFIGS)
     with pytest.raises(RuntimeError, match=f"kernel: config must be below {count}, got {count}"):
         LIBRARY.prepare_forward(len(FORWARD_CONFIGS), *RECORD)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import GPU, H100, WITHOUT_HOPPER, forget_cached_calls, library_double
+from helpers import GPU, H100, WITHOUT_HOPPER, cached_calls_of_an_h100, library_double
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache
@@ -194,12 +194,8 @@ def compiled(monkeypatch):
     from flashattn3.backends.triton import cached_launch
 
     monkeypatch.setattr(cached_launch, "VariableLaunch", prepared)
-    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
-    monkeypatch.setattr(cached_plans, "BACKENDS", cached_plans.BACKENDS[1:])
-    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
-    forget_cached_calls()
-    yield
-    forget_cached_calls()
+    with cached_calls_of_an_h100(monkeypatch, *cached_plans.BACKENDS[1:]):
+        yield
 
 
 @pytest.mark.parametrize("length", ["tensor", "int"])
@@ -216,13 +212,8 @@ def cached_on_hopper(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with an operator that does nothing."""
     library = library_double(decode=lambda *_: None, append=lambda *_: None)
     hopper = HopperBackend(library=lambda: library, only_measured=False)
-    backends = (hopper, *cached_plans.BACKENDS[1:])
-    monkeypatch.setattr(cached_plans, "BACKENDS", backends)
-    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
-    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
-    forget_cached_calls()
-    yield
-    forget_cached_calls()
+    with cached_calls_of_an_h100(monkeypatch, hopper, *cached_plans.BACKENDS[1:]):
+        yield
 
 
 @pytest.mark.parametrize("length", ["tensor", "int"])

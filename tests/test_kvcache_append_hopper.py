@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from helpers import H100, forget_cached_calls, library_double, needs_hopper
+from helpers import H100, cached_calls_of_an_h100, library_double, needs_hopper
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper import cached
@@ -23,7 +23,6 @@ from flashattn3.backends.triton.cached import TritonCachedCall
 from flashattn3.call.cached import AppendOptions, AppendTensors, describe_append
 from flashattn3.call.metadata import metadata_of
 from flashattn3.call.tensor_fields import APPEND_TENSORS
-from flashattn3.run import cached_plans
 from flashattn3.run.planner import choose
 
 LIBRARY = find_library()
@@ -103,12 +102,8 @@ def on_hopper(monkeypatch):
         decode=lambda *given: received.append(("decode", given)),
     )
     hopper = HopperBackend(library=lambda: library, only_measured=False)
-    monkeypatch.setattr(cached_plans, "BACKENDS", (hopper, TRITON, REFERENCE))
-    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
-    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
-    forget_cached_calls()
-    yield received
-    forget_cached_calls()
+    with cached_calls_of_an_h100(monkeypatch, hopper, TRITON, REFERENCE):
+        yield received
 
 
 def test_what_an_append_passes_to_the_operator(on_hopper):

@@ -18,7 +18,8 @@ from helpers import (
     ROOT,
     WITHOUT_HOPPER,
     Prepared,
-    forget_cached_calls,
+    built,
+    cached_calls_of_an_h100,
     library_double,
     needs_hopper,
 )
@@ -229,19 +230,11 @@ def test_what_a_plan_passes_to_the_library():
     assert (record.softcap, record.window_left, record.window_right) == (3.0, 2**30, -1)
 
 
-def built(config):
-    if LIBRARY.error is not None:
-        pytest.skip(LIBRARY.error)
-    if config.name not in LIBRARY.configs:
-        pytest.skip(f"{config.name} is not in this build")
-    return config
-
-
 RECORD = DecodeRecord(32, 8, 128, 128, 0, False, 0.1, 0.0, -1, -1, 0, False, False, 132, -1, 0)
 
 
 def prepared(**changes):
-    config = built(select_decode_config("bf16", 128))
+    config = built(select_decode_config("bf16", 128), LIBRARY)
     return LIBRARY.prepare_decode(DECODE_CONFIGS.index(config), *RECORD._replace(**changes))
 
 
@@ -476,13 +469,9 @@ def on_hopper(monkeypatch):
 
     operators = {"decode": decode, "decode_into": decode_into}
     hopper = HopperBackend(library=lambda: library_double(**operators))
-    for module in (cached_plans, explanation):
-        monkeypatch.setattr(module, "BACKENDS", (hopper, TRITON, REFERENCE))
-        monkeypatch.setattr(module, "describe_device", lambda device: H100)
-    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
-    forget_cached_calls()
-    yield received
-    forget_cached_calls()
+    backends, modules = (hopper, TRITON, REFERENCE), (cached_plans, explanation)
+    with cached_calls_of_an_h100(monkeypatch, *backends, modules=modules):
+        yield received
 
 
 def test_what_a_call_passes_to_the_operator(on_hopper):

@@ -8,7 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import H100, forget_cached_calls, library_double, needs_hopper
+from helpers import (
+    cached_calls_of_an_h100,
+    forget_cached_calls,
+    library_double,
+    needs_hopper,
+)
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache
 from flashattn3.backends.base import PassOperators
@@ -74,12 +79,8 @@ def double(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with the library of a ``Double``."""
     double = Double()
     hopper = HopperBackend(library=lambda: double.library, only_measured=False)
-    monkeypatch.setattr(cached_plans, "BACKENDS", (hopper, TRITON, REFERENCE))
-    monkeypatch.setattr(cached_plans, "describe_device", lambda device: H100)
-    monkeypatch.setattr(cached_plans, "is_checked", lambda device: False)
-    forget_cached_calls()
-    yield double
-    forget_cached_calls()
+    with cached_calls_of_an_h100(monkeypatch, hopper, TRITON, REFERENCE):
+        yield double
 
 
 def tensors_of(batch=2, seqlen_q=1, heads=(4, 2), d=64, dtype=torch.bfloat16):

@@ -15,12 +15,13 @@ from helpers import (
     H100,
     HOPPER_IS_MISSING,
     Prepared,
+    built,
     forget_cached_calls,
     is_twin,
     library_double,
 )
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
-from test_kvcache_hopper import LIBRARY, built, call_of, problem_of, size_of, tensors_of
+from test_kvcache_hopper import LIBRARY, call_of, problem_of, size_of, tensors_of
 
 from flashattn3 import doctor, flash_attn_with_kvcache
 from flashattn3.backends.hopper import decode_launch
@@ -207,7 +208,7 @@ RECORD = DecodeRecord(32, 8, 128, 128, 0, False, 0.1, 0.0, -1, 0, 0, False, Fals
 
 
 def prepared(**changes):
-    config = built(select_cached_forward_config("bf16", 128))
+    config = built(select_cached_forward_config("bf16", 128), LIBRARY)
     return LIBRARY.prepare_decode(CACHED_CONFIGS.index(config), *RECORD._replace(**changes))
 
 
