@@ -22,7 +22,7 @@ from flashattn3.masks import triton_lists
 from flashattn3.masks.predicates import code_of
 
 triton = pytest.importorskip("triton")
-DEVICE = torch.device("cuda" if GPU else "cpu")
+DEVICE = torch.device("cuda:0" if GPU else "cpu")
 IDS = (torch.arange(60) // 7 % 5).to(DEVICE)
 OF_BATCH = torch.stack([IDS, IDS + 1])
 STRIDED = torch.arange(180, device=DEVICE).view(60, 3)[:, 1] % 11
@@ -51,6 +51,7 @@ MODS = {
     "promotion": (lambda b, h, q, k: SHIFT[h] + LIMIT > 10 * k, True),
     "bytes that overflow": (lambda b, h, q, k: SHIFT[h] + 9 > k, True),
     "functions": (lambda b, h, q, k: torch.where(q > 9, (q - k).abs() <= 5, k < 4), True),
+    "choices of two dtypes": (lambda b, h, q, k: torch.where(q > k, SHIFT[h], LIMIT) > k, False),
     "extremes": (lambda b, h, q, k: torch.minimum(q, k + LIMIT) < k.clamp(5, 30), True),
     "nothing": (noop_mask, True),
     "an int beside an index": (lambda b, h, q, k: WORDS[q, 1] <= WORDS[k, -1], True),
@@ -132,7 +133,7 @@ def stack_bytes(capability):
     of_blocks = ("i32",) * 4, (None, "i32", None, None)
     for (name, (mask_mod, has_code)), lists in zip(MODS.items(), cycle(of_blocks)):
         if has_code:
-            code = code_of(mask_mod, torch.device("cpu"))
+            code = code_of(mask_mod, DEVICE)
             dtypes = tuple(x.dtype for x in code.tensors)
             num_numbers = len(code.numbers)
             launch = triton_lists._launch_of_code(

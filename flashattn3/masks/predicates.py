@@ -261,6 +261,8 @@ def _where(condition: _Score, a: object, b: object) -> _Score:
         raise _UnknownError
     if type(a) is not _Score and type(b) is not _Score:  # two numbers: torch's default dtypes
         raise _UnknownError
+    if type(a) is type(b) is _Score and a._dtype != b._dtype:  # torch.vmap keeps a narrower one
+        raise _UnknownError
     trace, dtype, (a, b) = _common(a, b)
     return trace.new(f"tl.where({condition._name}, {a}, {b})", dtype)
 
