@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import UnsupportedError, flash_attn_with_kvcache, use_backend
 from flashattn3.integrations import masks, transformers_cache, transformers_fp8
@@ -534,6 +535,28 @@ def test_a_layer_of_8_bits_keeps_what_the_next_token_sees(window, small_room):
     assert_close(out.float(), wanted, 0.05)  # of one token in 8 bits, and of 16
     layer.reset()
     assert layer.get_seq_length() == 0 and layer.update(*states)[0] is states[0]
+
+
+class _Called(TorchDispatchMode):
+    """The names of the operators that take a tensor of 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if getattr(args[0], "dtype", None) == torch.float8_e4m3fn:
+            self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_rows_of_8_bits_are_selected_as_torch_2_10_can():
+    layer = transformers_cache.quantized_cache(configured("Llama")).layers[0]
+    layer.update(*(torch.randn(3, 2, 5, 16).half() for _ in range(2)))
+    with _Called() as called:
+        layer.batch_select_indices(torch.tensor([2, 0]))
+        layer.reorder_cache(torch.tensor([1, 0]))
+    assert called.names == {"aten::index_select"}
 
 
 def test_a_cache_of_8_bits_generates_the_tokens_of_16(small_room):

@@ -177,11 +177,10 @@ class _Layer:
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
+    batch_select_indices = reorder_cache  # torch 2.10 has no e4m3[indices] on a CPU
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._change(lambda x: x[indices])
 
     def crop(self, *_length: int) -> None:
         raise _refused("crop")
