@@ -29,6 +29,10 @@ CASES = (
     (dense("causal", (33, 70), (2, 2), (64, 32), causal=True), {"qk_dtype": FP8, "block": 64}),
     (dense("window-cap", (70, 70), (2, 1), (40, 40), window=(9, 3), softcap=4.0), {"rotated": 0}),
     (dense("mean", (33, 150), (4, 2), (32, 32), distribution="shifted"), {"smooth_k": True}),
+    (
+        dense("mean-empty", (70, 33), (2, 2), (32, 32), causal=True, distribution="shifted"),
+        {"smooth_k": True},
+    ),
     (dense("sinks-bias", (33, 40), (4, 2), (32, 32), sinks="normal", bias="rows"), {}),
     (
         varlen(

@@ -13,6 +13,7 @@ sums of many keys average out and those of few do not. Rows that see few keys ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -153,6 +154,7 @@ class _AttentionOfQuantized(torch.autograd.Function):
             dq, dk = rotate_rows_back(dq), rotate_rows_back(dk)
         if dlse is not None and mean is not None:
             scale = score_scale_of(options, sides[0].shape[-1]).softmax_scale
+            dlse = dlse.where(lse > -math.inf, 0.0)  # a row without keys has gradient 0
             dq = _with_gradient_of_mean(dq, dlse, mean, scale, edges_q)
         found = by_tensor((dq, dk, *others), *tensors)
         return (*found, *(None,) * (len(Tensors._fields) + _NUM_OTHERS - len(found)))
