@@ -55,12 +55,12 @@ class Case(NamedTuple):
 
 CASES = {
     "causal": Case(),
-    "group-5": Case(heads=(10, 2)),
-    "window": Case(options={"window_size": (150, 0)}),
+    "group-5": Case(heads=(10, 2) if GPU else (5, 1)),  # Triton's interpreter takes a minute of 10
+    "window": Case(heads=(2, 1) if GPU else (2, 2), options={"window_size": (150, 0)}),
     "softcap-sinks": Case(options={"softcap": 3.0}, sinks=True),
     "e4m3": Case(stored=torch.float8_e4m3fn),
     "dims": Case(dims=(40, 24), options={"softmax_scale": -0.3}),
-    "d128": Case(heads=(8, 2), dims=(128, 128)),
+    "d128": Case(heads=(8, 2) if GPU else (4, 1), dims=(128, 128)),
 }
 
 
@@ -199,13 +199,17 @@ def test_a_row_has_the_bits_of_its_sequence_alone(backend, dtype, parts, device)
     check_random_calls(number, "causal", FEW, device, backend, dtype)
 
 
+# Triton's interpreter computes all spans of a row in one program where others are not alike.
 @pytest.mark.slow
+@pytest.mark.interpreted(
+    sweep=lambda name, parts, **_: parts == "joined" and name not in ("window", "e4m3")
+)
 @by_parts
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_many_random_calls(name, backend, dtype, parts, device):
     if backend == "hopper" and CASES[name].stored:
         pytest.skip("Triton reads caches of 8 bits")
-    number = 100 if GPU else 40 if backend == "reference" else 6
+    number = 100 if GPU else 40 if backend == "reference" else 3
     check_random_calls(number, name, MANY, device, backend, dtype)
 
 
@@ -252,8 +256,9 @@ def sms_left_free(request):
 @by_backend
 def test_the_bits_are_those_of_spans(backend, dtype, device):
     """They change with split_tokens from the first key behind a span on, so several parts ran."""
-    given = "causal", MANY, device, backend, dtype
-    lse, other = (sequences_of(*given, span).lse[0] for span in (SPAN, 2 * SPAN))
+    given = device, backend, dtype
+    lse = sequences_of("causal", MANY, *given).lse[0]
+    other = sequences_of("causal", MANY[:1], *given, 2 * SPAN).lse[0]
     assert same_bits(lse[:SPAN], other[:SPAN])
     assert not same_bits(lse[SPAN:], other[SPAN:])
 

@@ -62,7 +62,9 @@ def random_case(draw: random.Random) -> CacheCase:
     )
 
 
-@pytest.mark.interpreted(quick=lambda chunk, backend: chunk == 0)
+@pytest.mark.interpreted(
+    quick=lambda chunk, backend: chunk == 0, sweep=lambda chunk, backend: chunk >= 12
+)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_cached_calls(chunk, backend, device):

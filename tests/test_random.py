@@ -56,6 +56,7 @@ DTYPES = {
 NUM_EXAMPLES = int(os.environ.get("FLASHATTN3_RANDOM_EXAMPLES", 8))
 MAX_SEQLEN = 200 if GPU else 100
 CHUNKS = (0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, 6)))
+few_chunks = pytest.mark.interpreted(sweep=lambda chunk, **_: chunk > 2)  # without a GPU
 
 
 def of_chunk(chunk: int):
@@ -69,6 +70,7 @@ def of_chunk(chunk: int):
     return lambda function: seed(chunk)(how(function))
 
 
+@few_chunks
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_random_problems(backend, chunk, device, poisoned_memory):
@@ -93,6 +95,7 @@ def test_random_problems(backend, chunk, device, poisoned_memory):
     holds()
 
 
+@few_chunks
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_random_fp8_problems(backend, chunk, device, poisoned_memory):

@@ -10,7 +10,7 @@ import torch
 from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU, TRITON_DTYPES, forward_holds, gradients_hold
 from hypothesis import given
 from support.strategies import random_score_cases
-from test_random import CHUNKS, DTYPES, HEAD_DIMS, MAX_SEQLEN, of_chunk
+from test_random import CHUNKS, DTYPES, HEAD_DIMS, MAX_SEQLEN, few_chunks, of_chunk
 
 import flashattn3
 from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func
@@ -93,6 +93,7 @@ def test_few_query_rows_with_sinks(case, backend, device, poisoned_memory):
     gradients_hold(case, tensors, found, dout, dlse, backend)
 
 
+@few_chunks
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("backend", SLOWLY)
 def test_random_scores(backend, chunk, device, poisoned_memory):
