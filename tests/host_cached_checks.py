@@ -391,6 +391,10 @@ def check_caches_that_are_widened(host):
         [528, 256],
         [12, 512],
     ]
+    # Without pages the forward kernel sees no keys in the workspace, which nothing has written.
+    none = in_8_bits(paged(width=13, pages=0, seqlen_q=60))
+    extents = [event[2:] for event in passed_by(host, none).events if event[0] == "descriptor"]
+    assert [64, 1, 2, 3] in extents and [64, 208, 2, 3] not in extents, extents
     # Beside the decode kernel of 8 bits.
     call = mixed_call(300)
     wide = call.keywords | {f"{x}_cache": call.keywords[f"{x}_cache"].to(FP8) for x in "kv"}

@@ -100,6 +100,7 @@ inline DecodeParams params_of_widened(const DecodeParams& params, const WidenedH
   of.page_table = nullptr;
   of.page_table_stride = 0;
   of.page_size = of.num_pages = 0;
+  of.capacity = cached_keys_of(params).capacity;  // 0 where a cache without pages has no keys
   of.cache_batch_idx = nullptr;
   of.num_caches = params.batch;
   of.k_descale = of.v_descale = nullptr;
