@@ -21,7 +21,7 @@ from .errors import expect, shown, type_error, value_error
 from .explanation import Explanation, explained
 from .masks.arguments_of_calls import call_tensors
 from .masks.mask import Mask
-from .run.doors import attend
+from .run.doors import attend, attend_8_bits_at_once
 from .run.passes import backward_pass, forward_pass
 from .run.quantized import Scheme, attend_quantized
 from .run.quantized_gradient import attend_scaled
@@ -40,10 +40,16 @@ def _dense(
     bias=None,
     mask=None,
 ):
+    is_scaled = type(q) is BlockScaled
+    has_scores = not sinks is alibi_slopes is bias is mask is None
+    if is_scaled and not has_scores and q_descale is k_descale is v_descale is None:
+        found = attend_8_bits_at_once(options, q, k, v)
+        if found is not None:
+            return found
     lists = () if mask is None else call_tensors(options.function, mask, q, k)
     tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
-    if type(q) is BlockScaled:
+    if is_scaled:
         return attend_scaled(tensors, options, (q, k, v), mask=mask)
     return attend(tensors, options, mask=mask)
 

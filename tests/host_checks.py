@@ -35,6 +35,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     masks,
+    rotate_and_quantize,
     use_backend,
 )
 from flashattn3.backends.hopper import library as hopper_library
@@ -673,11 +674,11 @@ def check_the_life_of_a_mask(host):
     assert life() is not None and number in launches._with_node and identity in doors._of_masks
     torch.autograd.grad(out, tensors, torch.ones_like(out))
     plain = [x.detach() for x in tensors]
-    assert cache.operators.forward(number, *plain)[0] is not None
+    assert cache.operators.forward(number, True, *plain)[0] is not None
     del out
     assert life() is None and number not in launches._with_node
     assert identity not in doors._of_masks
-    assert cache.operators.forward(number, *plain)[0] is None
+    assert cache.operators.forward(number, True, *plain)[0] is None
     torch.autograd.grad(found, tensors, [torch.ones_like(x) for x in found])
 
 
@@ -787,6 +788,12 @@ def times_of_calls() -> dict[str, float]:
         out, lse = torch.ops.flashattn3.forward_bhsd.default(*given)
         torch.ops.flashattn3.backward_bhsd.default(dout, None, out, lse, *given)
 
+    embedded = {**dict(zip("qkv", plain, strict=True)), **rotary}
+    scaled = rotate_and_quantize(**embedded)
+
+    def both_of_8_bits():
+        flash_attn_func(*rotate_and_quantize(**embedded))
+
     calls = {
         "forward": lambda: flash_attn_func(*plain),
         "forward with gradients": lambda: flash_attn_func(q, k, v),
@@ -795,6 +802,9 @@ def times_of_calls() -> dict[str, float]:
         "forward and backward, transposed": both_of_transposes,
         "operators of a compiled graph": both_of_a_graph,
         "operators of a compiled graph, packed": partial(both_of_a_graph, edges * 64),
+        "rotate_and_quantize": lambda: rotate_and_quantize(**embedded),
+        "forward of 8 bits": lambda: flash_attn_func(*scaled),
+        "rotate_and_quantize and forward of 8 bits": both_of_8_bits,
         "cached call": partial(cached, *plain[1:]),
         "cached call, paged": partial(cached, *pages, page_table=table),
         "cached call with new keys": partial(cached, *plain[1:], **new),
@@ -812,12 +822,14 @@ def print_times() -> None:
     """Times of calls with this autograd node and with the one in Python."""
     torch.set_num_threads(1)
     use_cached_calls()
-    bhsd.is_checked = operators.is_checked = lambda device: False
-    with_node = times_of_calls()
-    HopperLaunch.keep = None
-    operators._plan.cache_clear()
-    forget_kept_calls()
-    without = times_of_calls()
+    bhsd.is_checked = lambda device: False
+    with host_scaled_checks.quantization():
+        with_node = times_of_calls()
+        HopperLaunch.keep = None
+        operators._plan.cache_clear()
+        forget_kept_calls()
+        host_scaled_checks.forget()
+        without = times_of_calls()
     for name, time in with_node.items():
         print(f"{name}: {time:.1f} us, without the node in C++ {without[name]:.1f}")
 

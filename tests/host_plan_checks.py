@@ -110,7 +110,7 @@ def is_shared(cache, tensors) -> bool:
     """Whether the operators of both passes find a launch for the tensors."""
     q, *_ = tensors
     with torch.no_grad():
-        out, lse = cache.operators.forward_scores(cache.number, *tensors)
+        out, lse = cache.operators.forward_scores(cache.number, True, *tensors)
         known = torch.zeros(2, 40, 4, 64, dtype=q.dtype), torch.zeros(2, 4, 40)
         if tensors[3] is not None:  # (heads, rows) of all sequences
             known = known[0], torch.zeros(4, 2, 40).transpose(0, 1)
@@ -118,7 +118,9 @@ def is_shared(cache, tensors) -> bool:
         of_call = cache.number, *given, *tensors
         dq, *_, dsinks, dbias = cache.operators.backward_scores(*of_call, True)
         if tensors[5] is tensors[6] is tensors[7] is None:
-            assert (cache.operators.forward(cache.number, *tensors[:5])[0] is None) == (out is None)
+            of_plain = cache.number, False, *tensors[:5]
+            found = cache.operators.forward(*of_plain)
+            assert (found[0] is None) == (out is None) and found[1] is None
             assert (cache.operators.backward(*of_call[:-3])[0] is None) == (out is None)
     assert (out is None) == (dq is None)
     if out is not None:
@@ -133,7 +135,7 @@ def check_calls_that_differ_in_one_tensor(host):
     """Never a shared launch where a plan depends on the property, always elsewhere."""
     names = [field.name for field in FOUND]
     found = torch.ops.flashattn3_hopper.forward_kept.scores._schema.arguments[1:]
-    assert [x.name for x in found] == [*names, "max_logit"]
+    assert [x.name for x in found] == ["returns_lse", *names, "max_logit"]
     edges = torch.tensor([0, 40, 80], dtype=torch.int32)
     for is_bhsd, varlen, scores in product((True, False), (True, False), SCORES):
         if varlen and "bias" in scores:

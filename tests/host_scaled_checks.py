@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from helpers import H100
 from host_cached_checks import events_of
+from test_host_work import work_of
 
-from flashattn3 import UnsupportedError, flash_attn_func, rotate_and_quantize
+from flashattn3 import UnsupportedError, flash_attn_func, masks, rotate_and_quantize
 from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.quantization import (
@@ -58,9 +60,10 @@ def fields(x: BlockScaled) -> tuple:
     return *map(layout, tensors), *given
 
 
-def outcome(host, call) -> tuple:
+def outcome(host, call, arguments: list | None = None) -> tuple:
     """What the driver gets but descriptors, which are cached, and addresses; what the call returns;
-    what it saves; its error."""
+    what it saves; its error. arguments: takes the words of the kernels' arguments, with the place
+    of a result instead of its address."""
     kept, saved = [], []
 
     def run():
@@ -76,12 +79,21 @@ def outcome(host, call) -> tuple:
             events = events_of(host, run)
         except ERRORS as raised:
             error, events = (type(raised), str(raised)), []
-    ignored = "descriptor", "strides", "arguments", "memset"
-    events = [x for x in events if x[0] not in ignored]
     found = kept[0] if kept else ()
     found = found if isinstance(found, tuple) else (found,)
-    results = [fields(x) if isinstance(x, BlockScaled) else layout(x) for x in found]
+    if arguments is not None:
+        tensors = [y for x in found for y in ((x.data, x.descale) if _is_scaled(x) else (x,))]
+        places = {x.data_ptr(): f"result {i}" for i, x in enumerate(tensors)}
+        words = [x[1:] for x in events if x[0] == "arguments"]
+        arguments += [[places.get(word, word) for word in of_kernel] for of_kernel in words]
+    ignored = "descriptor", "strides", "arguments", "memset"
+    events = [x for x in events if x[0] not in ignored]
+    results = [fields(x) if _is_scaled(x) else layout(x) for x in found]
     return events, results, saved, error
+
+
+def _is_scaled(x) -> bool:
+    return isinstance(x, BlockScaled)
 
 
 def rotary_call(**changed):
@@ -178,25 +190,55 @@ WRONG_ROTATIONS = {
 
 def check_rotations_that_python_does_not_check(host):
     """The operator takes the tensors as they are, or leaves the call to Python: the driver, the
-    caller and autograd get the same as from a call that Python has checked."""
+    caller and autograd get the same as from a call that Python has checked, and the kernels the
+    same arguments."""
     with quantization() as patch:
         counts = []
         checked = rotary_quantization._checked
         patch.setattr(rotary_quantization, "_checked", lambda *x: counts.append(1) or checked(*x))
         rotate_and_quantize(**rotary_call())
-        found = {}
+        found, words = {}, {}
         calls = {name: call for name, (call, _) in ROTATIONS.items()} | WRONG_ROTATIONS
         for name, call in calls.items():
             counts.clear()
-            found[name] = outcome(host, partial(rotate_and_quantize, **call))
+            words[name] = []
+            found[name] = outcome(host, partial(rotate_and_quantize, **call), words[name])
             taken = name in ROTATIONS and ROTATIONS[name][1] and call is ROTATIONS[name][0]
             assert bool(counts) != taken, name
-        patch.setattr(rotary_quantization, "_at_once", lambda: lambda *call: None)
+        patch.setattr(rotary_quantization, "_at_once", lambda: lambda *call: (None, None))
         for name, call in calls.items():
-            wanted = outcome(host, partial(rotate_and_quantize, **call))
+            given = []
+            wanted = outcome(host, partial(rotate_and_quantize, **call), given)
             assert found[name] == wanted, name
+            assert len(words[name]) == len(given) == (wanted[3] is None), name
+            if name in ROTATIONS and ROTATIONS[name][1]:  # else of copies
+                assert words[name] == given, name
             assert (wanted[3] is not None) == (call is WRONG_ROTATIONS.get(name)), name
             assert [x[0] for x in wanted[0]].count("launch") == (wanted[3] is None), name
+
+
+def check_memory_of_rotations(host):
+    """All results of a call that Python does not check are in one allocation, each in its own part.
+    A custom operator returns none that share memory."""
+    with quantization():
+        for name, (call, taken) in ROTATIONS.items():
+            if not taken:
+                continue
+            made = rotate_and_quantize(**call)
+            made = made if isinstance(made, tuple) else (made,)
+            tensors = [y for x in made for y in (x.data, x.descale)]
+            (begin,) = {x.untyped_storage().data_ptr() for x in tensors}
+            parts = sorted((x.data_ptr() - begin, x.data_ptr() - begin + x.nbytes) for x in tensors)
+            assert parts[0][0] == 0 and parts[-1][1] <= tensors[0].untyped_storage().nbytes(), name
+            assert all(end <= after for (_, end), (after, _) in pairwise(parts)), name
+            assert all((x.data_ptr() - begin) % 256 == 0 for x in tensors[::2]), name
+            assert all((x.data_ptr() - begin) % 16 == 0 for x in tensors[1::2]), name
+        results = torch.ops.flashattn3.rotate_and_quantize(
+            *(rotary_call()[name] for name in "qkv"),
+            *(None,) * 5, False, 1e-6, None, None, 128, True, INT8, False,
+        )  # fmt: skip
+        memory = [x.untyped_storage().data_ptr() for x in results if x.numel()]
+        assert len(memory) == len({*memory}) == 6
 
 
 def scaled(dtype=INT8, block=128, rotated=True, **changed) -> dict[str, BlockScaled]:
@@ -218,6 +260,8 @@ def check_calls_of_8_bits_like_an_earlier_one(host):
     with quantization():
         base = scaled()
         wide = torch.zeros(2, 40, 4, 80, dtype=INT8)
+        of_v, number = base["v"].data.clone(), torch.zeros(2, 4, 1).requires_grad_()
+        parameter = torch.nn.Parameter(base["k"].descale, requires_grad=False)
         off = torch.zeros(2 * 40 * 4 * 64 + 1, dtype=INT8)[1:].view(2, 40, 4, 64)
         loose = torch.zeros(2, 4, 2)[..., :1]
         # Calls that differ from the first in one property, and whether they share its launch; None:
@@ -247,7 +291,11 @@ def check_calls_of_8_bits_like_an_earlier_one(host):
                 base | {"k": moved(base["k"], mean=torch.zeros(2, 2, 64))}, {}, None,
             ),
             "gradient": (scaled(q=bf16(2, 40, 4, 64).requires_grad_()), {}, False),
+            "sinks": (base, {"sinks": torch.zeros(4)}, None),
+            "mask": (base, {"mask": masks.window(40, 9, 0)}, None),
+            "subclass": (base | {"k": moved(base["k"], descale=parameter)}, {}, None),
         }  # fmt: skip
+        edges = torch.tensor([0, 40, 80], dtype=torch.int32)
         wrong = {
             "tokens of q": base | {"q": scaled(rows=(3, 40))["q"]},
             "tokens of v": base | {"v": scaled(rows=(2, 24))["v"]},
@@ -257,6 +305,11 @@ def check_calls_of_8_bits_like_an_earlier_one(host):
             "descale's dtype": base | {"k": moved(base["k"], descale=torch.zeros(2, 2, 1).half())},
             "head dim of v": base | {"v": moved(base["v"], shape=(2, 40, 2, 128))},
             "block": base | {"k": moved(base["k"], block=32)},
+            "k": base | {"k": base["k"].data},
+            "edges": base | {"k": moved(base["k"], cu_seqlens=edges)},
+            "gradient of a descale": base | {"q": moved(base["q"], descale=number)},
+            "gradient of data": base | {"v": moved(base["v"], data=of_v.requires_grad_())},
+            "another descale": base | {"q_descale": base["q"].descale},
         }
         first = partial(flash_attn_func, **base)
 
@@ -283,3 +336,27 @@ def check_calls_of_8_bits_like_an_earlier_one(host):
             assert wanted[3] is not None, name
             assert planned(first)[1]
             assert planned(call)[0] == wanted, name
+
+
+def check_lse_of_8_bits(host):
+    """The kernel writes lse where the call returns it alone."""
+    with quantization():
+        sides = scaled()
+        for returns_lse in (False, True):
+            for _ in range(2):  # the second call finds its launch
+                words = []
+                call = partial(flash_attn_func, **sides, return_lse=returns_lse)
+                _, results, _, error = outcome(host, call, words)
+                assert error is None and len(results) == 1 + returns_lse
+            (of_kernel,) = words
+            place = of_kernel.index("result 0")
+            assert of_kernel[place + 1] == ("result 1" if returns_lse else 0)
+
+
+def check_python_work_of_8_bits(host):
+    """As in tests/test_host_work.py, a quarter above the counts."""
+    with quantization(), torch.no_grad():
+        call = rotary_call()
+        sides = rotate_and_quantize(**call)
+        assert work_of(lambda: rotate_and_quantize(**call)) <= 22
+        assert work_of(lambda: flash_attn_func(*sides)) <= 27

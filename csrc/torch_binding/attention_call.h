@@ -92,7 +92,7 @@ Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t token
 // Fills everything but v_stride, tile_counter and the extra arguments of 8-bit kernels.
 // varlen_schedule: its memory, or null.
 ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
-                          const Tensor& out, const Tensor& lse,
+                          const Tensor& out, const std::optional<Tensor>& lse,
                           const std::optional<Tensor>& varlen_schedule);
 
 // Allocates memory for the order of the sequences; none if not varlen. It may be released once the
@@ -112,11 +112,13 @@ struct ForwardCall {
   std::optional<Tensor> q_descale, k_descale, v_descale;
   std::optional<Tensor> max_logit;  // (num_heads_q), float32: -inf before the call
   MaskTensors mask;                 // lists of queries
+  bool returns_lse = true;          // else no kernel writes it
 };
 
 // out: head_dim_v columns rounded up to a multiple of 8 (16 bytes).
 struct ForwardResults {
-  Tensor out, lse;
+  Tensor out;
+  std::optional<Tensor> lse;  // of a call that returns it
 };
 
 // dout: rows and heads of out. dlse: shape of lse; none: 0. lse: dense. q, k, v, out, dout:

@@ -112,7 +112,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   if (kept && fits_tma(q) && fits_tma(k) && fits_tma(v)) {
     const CallTensors tensors{.q = q, .k = k, .v = v, .bhsd = kept->bhsd};
     const auto [out, lse] = run_kept_forward("forward", *kept, {.tensors = tensors});
-    return return_results(stack, std::tuple(out, lse));
+    return return_results(stack, std::tuple(out, *lse));
   }
   const auto [out, lse] =
       run_in_python<2>("flashattn3_hopper::forward_in_python", options, q, k, v);

@@ -143,7 +143,7 @@ Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t token
 }
 
 ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
-                          const Tensor& out, const Tensor& lse,
+                          const Tensor& out, const std::optional<Tensor>& lse,
                           const std::optional<Tensor>& varlen_schedule) {
   const bool varlen = problem.varlen;
   ForwardParams params{problem};
@@ -151,7 +151,7 @@ ForwardParams make_params(const AttentionProblem& problem, const CallTensors& te
   params.k = tensors.k.data_ptr();
   params.v = tensors.v.data_ptr();
   params.out = out.data_ptr();
-  params.lse = static_cast<float*>(lse.data_ptr());
+  params.lse = lse ? static_cast<float*>(lse->data_ptr()) : nullptr;
   params.q_stride = row_strides(tensors.q, axes_of(problem, tensors.bhsd));
   params.k_stride = row_strides(tensors.k, axes_of(problem, tensors.bhsd));
   params.out_stride = row_strides(out, axes_of(problem));
@@ -249,7 +249,7 @@ QuantizedParams quantized_params(const AttentionProblem& problem, const ForwardC
 }
 
 void run(const ForwardKernel& kernel, const AttentionProblem& problem, const ForwardCall& call,
-         const Tensor& out, const Tensor& lse, int device) {
+         const Tensor& out, const std::optional<Tensor>& lse, int device) {
   const cudaStream_t stream = current_stream(device);
   const std::optional<Tensor> schedule = new_varlen_schedule(problem, device);
   ForwardParams params = make_params(problem, call.tensors, out, lse, schedule);
@@ -279,7 +279,7 @@ void forward(StableIValue* stack, uint64_t num_arguments, uint64_t) {
     call.mask = MaskTensors::take(arguments);
   }
   const auto [out, lse] = run_forward(kName, attention_launch(kName, Pass::kForward, launch), call);
-  return_results(stack, std::tuple(out, lse));
+  return_results(stack, std::tuple(out, *lse));
 }
 
 // out: at least v's columns; rows are at multiples of 16 bytes.
@@ -320,8 +320,11 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
   const Tensor out =
       new_rows(problem, axes_of(problem), rows, heads, problem.head_dim_v, dtype, device);
   const int32_t fp32 = aoti_torch_dtype_float32();
-  const Tensor lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
-                                    : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
+  std::optional<Tensor> lse;
+  if (call.returns_lse) {
+    lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
+                         : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
+  }
   run(kernel, problem, call, out, lse, device);
   return {out, lse};
 }

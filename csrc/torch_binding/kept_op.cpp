@@ -73,15 +73,17 @@ CallTensors in_rows(const GivenTensors& given, const KeptPasses& kept) {
   return tensors;
 }
 
-std::tuple<Optional, Optional> run(int64_t options, const GivenTensors& given,
+std::tuple<Optional, Optional> run(int64_t options, bool returns_lse, const GivenTensors& given,
                                    const Optional& max_logit) {
   const std::optional<KeptPasses> kept = find_passes(options, given);
   if (!kept || !are_readable(given, kept->axes())) return {};
-  const ForwardCall call{.tensors = in_rows(given, *kept), .max_logit = max_logit};
+  const ForwardCall call{
+      .tensors = in_rows(given, *kept), .max_logit = max_logit, .returns_lse = returns_lse};
   auto [out, lse] = run_kept_forward("forward_kept", *kept, call);
   if (!given.varlen()) return {out, lse};
   const int64_t batch = given.q.size(0);
-  return {batch_of(out, batch, kBshd, true), lse_of_batch(lse, batch)};
+  if (!lse) return {batch_of(out, batch, kBshd, true), std::nullopt};
+  return {batch_of(out, batch, kBshd, true), lse_of_batch(*lse, batch)};
 }
 
 // dq, dk, dv, dsinks and dbias.
@@ -118,10 +120,11 @@ std::tuple<Optional, Optional, Optional, Optional, Optional> run(
 void forward_kept(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   Arguments arguments(stack, num_arguments);
   const int64_t options = arguments.take<int64_t>();
+  const bool returns_lse = arguments.take<bool>();
   const GivenTensors given = GivenTensors::take(arguments);
   Optional max_logit;
   if (arguments.has_more()) max_logit = arguments.take<Optional>();
-  return_results(stack, run(options, given, max_logit));
+  return_results(stack, run(options, returns_lse, given, max_logit));
 }
 
 void backward_kept(StableIValue* stack, uint64_t num_arguments, uint64_t) {
@@ -139,11 +142,12 @@ void backward_kept(StableIValue* stack, uint64_t num_arguments, uint64_t) {
 
 }  // namespace
 
-// options: as find_passes. An operator returns None if no passes are kept for such a call, or if a
-// tensor would have to be copied, or if out and lse are not those of the call. max_logit,
-// with_dbias, dsinks and dbias: as those of forward and backward.
+// options: as find_passes. returns_lse: else lse is None, and no kernel writes it. An operator
+// returns None if no passes are kept for such a call, or if a tensor would have to be copied, or if
+// out and lse are not those of the call. max_logit, with_dbias, dsinks and dbias: as those of
+// forward and backward.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-#define FA3_FORWARD "(int options, " FLASHATTN3_FOUND_SCHEMA
+#define FA3_FORWARD "(int options, bool returns_lse, " FLASHATTN3_FOUND_SCHEMA
 #define FA3_BACKWARD "(int options, Tensor dout, Tensor out, Tensor lse, " FLASHATTN3_FOUND_SCHEMA
   library.def("forward_kept" FA3_FORWARD ") -> (Tensor? out, Tensor? lse)");
   library.def("forward_kept.scores" FA3_FORWARD ", " FLASHATTN3_SCORES

@@ -62,10 +62,12 @@ ForwardResults run_kept_forward(const char* function, const KeptPasses& kept, Fo
   const int64_t heads = problem.num_heads_q, rows = problem.total_q;
   const int32_t fp32 = aoti_torch_dtype_float32();
   const int device = device_of(function, tensors);
-  call.lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
-                            : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
+  if (forward.returns_lse) {
+    call.lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
+                              : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
+  }
   const Tensor out = run_decode(*kept.packed, call, {});
-  return {out, *call.lse};
+  return {out, call.lse};
 }
 
 Gradients run_kept_backward(const char* function, const KeptPasses& kept, BackwardCall call) {

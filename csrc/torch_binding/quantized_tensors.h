@@ -37,21 +37,41 @@ inline TokenTensor token_tensor(const char* function, const Tensor& tensor,
           .cu_seqlens = indices(cu_seqlens)};
 }
 
-inline Tensor new_rows(const TokenTensor& rows, int32_t dtype, int device) {
-  if (rows.cu_seqlens != nullptr) {
-    return new_tensor<3>({rows.total, rows.num_heads, rows.head_dim}, dtype, device);
+// Sizes of a dense tensor.
+struct Sizes {
+  size_t rank;
+  std::array<int64_t, 5> size;
+
+  int64_t count() const {
+    int64_t product = 1;
+    for (size_t i = 0; i < rank; ++i) product *= size[i];
+    return product;
   }
-  return new_tensor<4>({rows.batch, rows.seqlen, rows.num_heads, rows.head_dim}, dtype, device);
+};
+
+inline Sizes sizes_of_rows(const TokenTensor& rows) {
+  if (rows.cu_seqlens != nullptr) return {3, {rows.total, rows.num_heads, rows.head_dim}};
+  return {4, {rows.batch, rows.seqlen, rows.num_heads, rows.head_dim}};
+}
+
+inline Sizes sizes_of_permuted_v(const TokenTensor& rows) {
+  const int64_t groups = num_permuted_keys(rows) / kCoreRowKeys,
+                columns = padded_columns(rows.head_dim);
+  if (rows.cu_seqlens != nullptr) return {4, {rows.num_heads, groups, columns, kCoreRowKeys}};
+  return {5, {rows.batch, rows.num_heads, groups, columns, kCoreRowKeys}};
+}
+
+// A dense tensor in the memory of another one with one axis, from an element on.
+inline Tensor view_of(const Tensor& memory, const Sizes& sizes, int64_t first = 0) {
+  std::array<int64_t, 5> strides;
+  int64_t stride = 1;
+  for (size_t i = sizes.rank; i-- > 0; stride *= sizes.size[i]) strides[i] = stride;
+  return view_of(memory, {sizes.size.data(), sizes.rank}, {strides.data(), sizes.rank}, first);
 }
 
 inline Tensor new_permuted_v(const TokenTensor& rows, int device) {
-  const int32_t e4m3 = aoti_torch_dtype_float8_e4m3fn();
-  const int64_t groups = num_permuted_keys(rows) / kCoreRowKeys,
-                columns = padded_columns(rows.head_dim);
-  if (rows.cu_seqlens != nullptr) {
-    return new_tensor<4>({rows.num_heads, groups, columns, kCoreRowKeys}, e4m3, device);
-  }
-  return new_tensor<5>({rows.batch, rows.num_heads, groups, columns, kCoreRowKeys}, e4m3, device);
+  const Sizes sizes = sizes_of_permuted_v(rows);
+  return view_of(new_tensor<1>({sizes.count()}, aoti_torch_dtype_float8_e4m3fn(), device), sizes);
 }
 
 inline ElementType sixteen_bit_type(const char* function, const Tensor& x) {
@@ -70,8 +90,10 @@ inline const float* floats(const char* function, const char* name,
                            const std::optional<Tensor>& tensor, int64_t size, const char* wanted) {
   if (!tensor) return nullptr;
   expect(dtype_of(*tensor) == aoti_torch_dtype_float32(), function, name, wanted, "another dtype");
-  expect(tensor->numel() == size, function, name, wanted,
-         std::to_string(tensor->numel()) + " elements");
+  const int64_t count = tensor->numel();
+  if (count != size) {
+    expect(false, function, name, wanted, std::to_string(count) + " elements");
+  }
   return static_cast<const float*>(tensor->data_ptr());
 }
 
@@ -99,29 +121,42 @@ struct Source {
   Form form;
 };
 
-// Quantizes tensors of a dtype on torch's current stream. Their descales share an allocation, each
-// from a multiple of 16 bytes on.
+// How the results of a launch lie in memory.
+enum class Memory {
+  kOfEach,  // data in allocations of their own, descales in one
+  kOfAll,   // one allocation
+};
+
+// Quantizes tensors of a dtype on torch's current stream. In an allocation that results share, each
+// begins at a multiple of 16 bytes, data at one of 256.
 template <size_t kCount>
 std::array<Quantized, kCount> quantize_all(const char* function, const Source (&sources)[kCount],
-                                           ElementType dtype, int64_t block, int device) {
+                                           ElementType dtype, int64_t block, int device,
+                                           Memory memory = Memory::kOfEach) {
   expect(block >= 1, function, "block", "64, 128 or 256", block);
-  int64_t first[kCount], number = 0;
+  const bool together = memory == Memory::kOfAll;
+  Sizes of_data[kCount], of_descale[kCount];
+  int64_t first_byte[kCount], first_descale[kCount], bytes = 0, number = 0;
   for (size_t i = 0; i < kCount; ++i) {
-    const TokenTensor& rows = sources[i].rows;
-    first[i] = number;
-    number += (rows.batch * rows.num_heads * num_blocks(rows, block) + 3) / 4 * 4;
+    const auto& [rows, form] = sources[i];
+    of_data[i] = form.permuted ? sizes_of_permuted_v(rows) : sizes_of_rows(rows);
+    of_descale[i] = {3, {rows.batch, rows.num_heads, num_blocks(rows, block)}};
+    first_byte[i] = together ? bytes : 0;
+    first_descale[i] = number;
+    bytes += (of_data[i].count() + 255) / 256 * 256;
+    number += (of_descale[i].count() + 3) / 4 * 4;
   }
-  const Tensor descales = new_tensor<1>({number}, aoti_torch_dtype_float32(), device);
+  constexpr int64_t kDescaleBytes = sizeof(float);
+  const int64_t before = together ? bytes / kDescaleBytes : 0;
+  const Tensor descales = new_tensor<1>({before + number}, aoti_torch_dtype_float32(), device);
   const auto quantized = [&](size_t i) -> Quantized {
     const auto& [rows, form] = sources[i];
-    const int64_t heads = rows.num_heads, blocks = num_blocks(rows, block);
-    const int64_t sizes[] = {rows.batch, heads, blocks}, strides[] = {heads * blocks, blocks, 1};
-    const Tensor data =
-        form.permuted
-            ? new_permuted_v(rows, device)
-            : new_rows(rows, form.int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn(),
-                       device);
-    const Tensor descale = view_of(descales, sizes, strides, first[i]);
+    const int64_t heads = rows.num_heads;
+    const int32_t to = form.int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn();
+    const Tensor bytes_of_data =
+        together ? view_as(descales, to) : new_tensor<1>({of_data[i].count()}, to, device);
+    const Tensor data = view_of(bytes_of_data, of_data[i], first_byte[i]);
+    const Tensor descale = view_of(descales, of_descale[i], before + first_descale[i]);
     return {
         .params = {.x = rows,
                    .to = form.int8 ? ElementType::kInt8 : ElementType::kE4m3,

@@ -29,7 +29,8 @@ constexpr int64_t kVec = 8;  // elements of 16 bytes
 // Arguments of a call, in the order of the schema. Without k and v q is alone or, where num_heads_q
 // is not -1, has their heads behind its own. mean: of k, as QuantizeParams has it. signs: of the
 // rotation of the head dim; none: no rotation. Norms: fp32 (head_dim,). max_seqlen: -1 without
-// cu_seqlens.
+// cu_seqlens. together: all results in one allocation, which torch forbids the results of custom
+// operators.
 struct Call {
   Tensor q;
   Optional k, v, mean, signs, q_norm, k_norm, cos, sin, positions, cu_seqlens;
@@ -37,7 +38,7 @@ struct Call {
   bool interleaved;
   double eps;
   int64_t block, max_seqlen;
-  bool int8;
+  bool int8, together;
 
   static Call take(Arguments& arguments) {
     const auto optional = [&] { return arguments.take<Optional>(); };
@@ -57,7 +58,8 @@ struct Call {
             .eps = arguments.take<double>(),
             .block = arguments.take<int64_t>(),
             .max_seqlen = arguments.take<int64_t>(),
-            .int8 = arguments.take<bool>()};
+            .int8 = arguments.take<bool>(),
+            .together = arguments.take<bool>()};
   }
 
   int64_t axes() const { return cu_seqlens ? 3 : 4; }
@@ -224,6 +226,7 @@ Results run(const Call& call) {
   of_k.mean = call.mean;
   of_q.embedding.weight = weight_of(call.q_norm);
   of_k.embedding.weight = weight_of(call.k_norm);
+  const Memory memory = call.together ? Memory::kOfAll : Memory::kOfEach;
   TokenTensor q = rows_of(call.q), k, v;
   const ElementType dtype = sixteen_bit_type(kName, call.q);
   if (call.packed()) {
@@ -235,11 +238,11 @@ Results run(const Call& call) {
     k = rows_of(*call.k);
     v = rows_of(*call.v);
   } else {
-    const auto [one] = quantize_all(kName, {Source{q, of_q}}, dtype, call.block, device);
+    const auto [one] = quantize_all(kName, {Source{q, of_q}}, dtype, call.block, device, memory);
     return {one.data, one.descale, {}, {}, {}, {}};
   }
   const Source sources[] = {{q, of_q}, {k, of_k}, {v, kFormOfV}};
-  const auto [x, y, z] = quantize_all(kName, sources, dtype, call.block, device);
+  const auto [x, y, z] = quantize_all(kName, sources, dtype, call.block, device, memory);
   return {x.data, x.descale, y.data, y.descale, z.data, z.descale};
 }
 
@@ -256,8 +259,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
       "rotate_and_quantize(Tensor q, Tensor? k, Tensor? v, Tensor? k_mean, Tensor? signs, "
       "Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor? positions, "
       "Tensor? cu_seqlens, int num_heads_q, bool interleaved, float eps, int block, "
-      "int max_seqlen, bool int8) -> (Tensor? q, Tensor? q_descale, Tensor? k, Tensor? k_descale, "
-      "Tensor? v, Tensor? v_descale)");
+      "int max_seqlen, bool int8, bool together) -> (Tensor? q, Tensor? q_descale, "
+      "Tensor? k, Tensor? k_descale, Tensor? v, Tensor? v_descale)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {

@@ -63,8 +63,13 @@ std::optional<Key> key_of(int64_t options, const ScaledTensors& x) {
   return key;
 }
 
-LaunchCache<Key, AttentionLaunch>& launch_cache() {
-  static auto* cache = new LaunchCache<Key, AttentionLaunch>;  // threads may outlive static objects
+struct KeptForward {
+  AttentionLaunch launch;
+  bool returns_lse;
+};
+
+LaunchCache<Key, KeptForward>& launch_cache() {
+  static auto* cache = new LaunchCache<Key, KeptForward>;  // threads may outlive static objects
   return *cache;
 }
 
@@ -72,10 +77,11 @@ void keep_scaled(StableIValue* stack, uint64_t, uint64_t) {
   constexpr char kName[] = "keep_scaled";
   Arguments arguments(stack);
   const int64_t options = arguments.take<int64_t>();
+  const bool returns_lse = arguments.take<bool>();
   const Tensor launch = arguments.take<Tensor>();
   const ScaledTensors tensors = ScaledTensors::take(arguments);
   if (const std::optional<Key> key = key_of(options, tensors)) {
-    launch_cache().keep(*key, attention_launch(kName, Pass::kForward, launch));
+    launch_cache().keep(*key, {attention_launch(kName, Pass::kForward, launch), returns_lse});
   }
   return_results(stack, std::tuple<>());
 }
@@ -83,13 +89,14 @@ void keep_scaled(StableIValue* stack, uint64_t, uint64_t) {
 std::tuple<Optional, Optional> run(int64_t options, const ScaledTensors& x) {
   const std::optional<Key> key = key_of(options, x);
   if (!key) return {};
-  const std::optional<AttentionLaunch> launch = launch_cache().find(*key);
-  if (!launch) return {};
+  const std::optional<KeptForward> kept = launch_cache().find(*key);
+  if (!kept) return {};
   const ForwardCall call{.tensors = {.q = x.q, .k = x.k, .v = x.v},
                          .q_descale = x.q_descale,
                          .k_descale = x.k_descale,
-                         .v_descale = x.v_descale};
-  const auto [out, lse] = run_forward("scaled_kept", *launch, call);
+                         .v_descale = x.v_descale,
+                         .returns_lse = kept->returns_lse};
+  const auto [out, lse] = run_forward("scaled_kept", kept->launch, call);
   return {out, lse};
 }
 
@@ -102,12 +109,13 @@ void scaled_kept(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-// options: Python's number of the options of a call (flashattn3/run/launches.py). launch: a result
-// of prepare_forward. scaled_kept returns None if no launch is kept for such a call.
+// options: Python's number of the options of a call (flashattn3/run/launches.py). returns_lse:
+// whether these calls return lse. launch: a result of prepare_forward. scaled_kept returns None in
+// place of out if no launch is kept for such a call.
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
 #define FA3_SCALED \
   "Tensor q, Tensor k, Tensor v, Tensor q_descale, Tensor k_descale, Tensor v_descale"
-  library.def("keep_scaled(int options, Tensor launch, " FA3_SCALED ") -> ()");
+  library.def("keep_scaled(int options, bool returns_lse, Tensor launch, " FA3_SCALED ") -> ()");
   library.def("scaled_kept(int options, " FA3_SCALED ") -> (Tensor? out, Tensor? lse)");
 }
 

@@ -13,10 +13,13 @@
 #include "launch/errors.h"
 #include "launch/params.h"
 
-// torch declares it only in its CUDA build. Weak, because the CPU build does not define it and the
-// library must load there too.
+// torch declares them only in its CUDA build. Weak, because the CPU build does not define them and
+// the library must load there too.
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cuda_view_dtype(AtenTensorHandle self,
+                                                                           int32_t dtype,
+                                                                           AtenTensorHandle* ret0);
 
 namespace flashattn3 {
 
@@ -126,6 +129,14 @@ inline Tensor view_of(const Tensor& tensor, std::span<const int64_t> sizes,
   check_torch(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()),
                                              sizes.data(), strides.data(), offset + first, &view),
               "a view of a tensor");
+  return Tensor(view);
+}
+
+// A view of a dense tensor on a GPU, with one axis, as elements of another dtype.
+inline Tensor view_as(const Tensor& tensor, int32_t dtype) {
+  if (aoti_torch_cuda_view_dtype == nullptr) fail("this torch", "is built without CUDA");
+  AtenTensorHandle view = nullptr;
+  check_torch(aoti_torch_cuda_view_dtype(tensor.get(), dtype, &view), "a view of another dtype");
   return Tensor(view);
 }
 

@@ -24,8 +24,9 @@ class PassOperators(NamedTuple):
     have a batch also with cu_seqlens.
 
     namespace: of torch.ops, with the operators of the autograd node in C++; None: there is none.
-    forward: of (number, *tensors): out and lse, and max_logit where the call asks for it. None in
-        place of out and lse if no launch is kept for such a call.
+    forward: of (number, returns_lse, *tensors): out, lse, which is None unless returns_lse, and
+        max_logit where the call asks for it. None in place of out if no launch is kept for such a
+        call.
     backward: of (number, dout, out, lse, *tensors): dq, dk and dv, or None as above.
     forward_scores, backward_scores: the same of calls with a tensor that changes scores. The
         gradient has with_dbias as last argument and dsinks and dbias as in ``Launch``.
@@ -44,8 +45,9 @@ class PassOperators(NamedTuple):
 class ScaledOperators(NamedTuple):
     """A function that finds the launch of a dense call of 8 bits and runs it.
 
-    forward: of (number, q, k, v, q_descale, k_descale, v_descale): out and lse, or None in place of
-        them if no launch is kept for such a call. number: of a ``LaunchCache``.
+    forward: of (number, q, k, v, q_descale, k_descale, v_descale): out and, where the call returns
+        it, lse; None in place of them if no launch is kept for such a call. number: of a
+        ``LaunchCache``.
     """
 
     namespace = None  # there is no gradient

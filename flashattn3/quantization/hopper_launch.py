@@ -23,7 +23,7 @@ Found = tuple[Tensor | None, ...]
 
 class _Numbers(NamedTuple):
     """The operator's arguments behind the tensors. num_heads_q: -1: q, k and v are tensors of their
-    own, or q is alone. max_seqlen: -1: dense."""
+    own, or q is alone. max_seqlen: -1: dense. together: all results in one allocation."""
 
     num_heads_q: int
     interleaved: bool
@@ -31,6 +31,7 @@ class _Numbers(NamedTuple):
     block: int
     max_seqlen: int
     int8: bool
+    together: bool
 
 
 class _Known(NamedTuple):
@@ -42,24 +43,28 @@ class _Known(NamedTuple):
 
 
 def rotate_and_quantize_at_once(
-    tensors: tuple, num_heads_q: object, max_seqlen: object, options: tuple
-) -> tuple[Scheme, Found] | None:
-    """Compute a call that nothing watches, whose tensors the operator checks. None where Python has
-    to check the call or to convert a tensor. The arguments are those of ``checked``."""
+    tensors: tuple, num_heads_q: object, max_seqlen: object, options: tuple, differentiably: bool
+) -> tuple[Scheme, Found] | tuple[None, None]:
+    """The scheme and the results, with no mean of k, of a call that nothing watches, whose tensors
+    the operator checks. None where Python has to check the call or to convert a tensor. The
+    arguments are those of ``checked`` and whether a tensor needs a gradient."""
     q, k, v, cos, sin, positions, q_norm, k_norm, cu_seqlens = tensors
     if not (type(q) is Tensor and (k is None or type(k) is type(v) is Tensor)):
-        return None
+        return None, None
     try:
         known = _known(q.device, q.shape[-1], num_heads_q, max_seqlen, *options)
         if known is None:
-            return None
+            return None, None
         scheme, of_rotation, numbers = known
-        found = _operator()(
-            q, k, v, None, of_rotation, q_norm, k_norm, cos, sin, positions, cu_seqlens, *numbers
-        )
+        of_call = q_norm, k_norm, cos, sin, positions, cu_seqlens, *numbers
+        if not differentiably:
+            found = _operator()(q, k, v, None, of_rotation, *of_call)
+        else:  # torch warns where autograd meets an operator without a gradient
+            with torch._C._AutoDispatchBelowAutograd():
+                found = _operator()(q, k, v, None, of_rotation, *of_call)
     except (IndexError, RuntimeError, TypeError):
-        return None  # the checks name the argument, or the launch fails again
-    return None if found[0] is None else (scheme, found)
+        return None, None  # the checks name the argument, or the launch fails again
+    return (None, None) if found[0] is None else (scheme, (*found, None))
 
 
 @lru_cache(maxsize=4096, typed=True)
@@ -86,7 +91,8 @@ def _known(
     if scheme.hadamard and of_rotation is None:
         raise TypeError
     how = scheme.interleaved, scheme.eps, scheme.block
-    return _Known(scheme, of_rotation, _Numbers(heads, *how, longest, scheme.qk_dtype == INT8))
+    numbers = _Numbers(heads, *how, longest, scheme.qk_dtype == INT8, together=True)
+    return _Known(scheme, of_rotation, numbers)
 
 
 @cache
@@ -95,7 +101,8 @@ def _operator():
 
 
 def rotate_and_quantize(call: RotaryCall) -> Found | None:
-    """The same of a call that is checked. None for tensors that the kernel does not read."""
+    """The same of a call that is checked, maybe for a custom operator, whose results share no
+    memory. None for tensors that the kernel does not read."""
     q, k, v, embedding, (cu_seqlens, max_seqlen), block, hadamard, qk_dtype, mean = call
     q_norm, k_norm, cos, sin, positions, interleaved, eps = embedding
     longest = -1 if max_seqlen is None else max_seqlen
@@ -105,6 +112,6 @@ def rotate_and_quantize(call: RotaryCall) -> Found | None:
         *(None if weight is None else weight.float().contiguous() for weight in (q_norm, k_norm)),
         *(None if table is None else table.contiguous() for table in (cos, sin, positions)),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
-        *_Numbers(-1, interleaved, eps, block, longest, qk_dtype == INT8),
+        *_Numbers(-1, interleaved, eps, block, longest, qk_dtype == INT8, together=False),
     )
     return None if found[0] is None else found

@@ -68,7 +68,8 @@ def rotate_and_quantize(
         cu_seqlens, max_seqlen, block, hadamard: as in ``quantize_block_fp8``.
         qk_dtype, smooth_k: as in ``flash_attn_fp8_func``; the mean is that of rotated keys.
 
-    Returns: q, k and v, or q, as ``flash_attn_func`` takes them.
+    Returns: q, k and v, or q, as ``flash_attn_func`` takes them. Their tensors may be parts of one
+        allocation, which lives as long as one of them: ``clone()`` what is kept alone.
 
     Differentiable with respect to q, k, v and the norms' weights where attention takes the results:
     its gradient at the quantized values passes straight through the rounding. A norm keeps its
@@ -80,14 +81,16 @@ def rotate_and_quantize(
     tensors = q, k, v, rotary_cos, rotary_sin, positions, q_norm, k_norm, cu_seqlens
     options = rotary_interleaved, norm_eps, block, hadamard, qk_dtype, smooth_k
     call, packed = (tensors, num_heads_q, max_seqlen, options), num_heads_q is not None
-    plain, found, gradients = is_plain(), None, (None, None, None)
-    differentiably = needs_gradient((q, k, v, q_norm, k_norm))
-    if plain and not needs_gradient((rotary_cos, rotary_sin)):
-        scheme, found = _found_at_once(call, differentiably)
-        longest = None if cu_seqlens is None or found is None else min(max_seqlen, q.shape[0])
+    plain, recording = is_plain(), torch.is_grad_enabled()
+    scheme, found, gradients = None, None, (None, None, None)
+    differentiably = recording and needs_gradient((q, k, v, q_norm, k_norm))
+    if plain and not (recording and needs_gradient((rotary_cos, rotary_sin))):
+        scheme, found = _at_once()(*call, differentiably)
     if found is None:
         longest, scheme = (_checked if plain else checked)(*call)
         _refuse((q, k, v, q_norm, k_norm), rotary_cos, rotary_sin)
+    elif differentiably:
+        longest = None if cu_seqlens is None else min(max_seqlen, q.shape[0])
     if found is None or differentiably:
         if packed:
             of_q = integer(FUNCTION, "num_heads_q", num_heads_q)
@@ -106,30 +109,20 @@ def rotate_and_quantize(
 
         gradients = gradients_of(*given)
     make = of_own_tensors if plain else BlockScaled
+    q_data, of_q, k_data, of_k, v_data, of_v, mean = found
     of = scheme.block, scheme.hadamard, cu_seqlens, "rows"
-    of_q = make(*found[:2], *of, found[0].shape, None, gradients[0])
-    if found[2] is None:
-        return of_q
-    shape = found[2].shape
-    if v is not None:
-        shape = v.shape
-    layout = "rows" if found[4].shape == shape else "permuted"
+    made = make(q_data, of_q, *of, q_data.shape, None, gradients[0])
+    if k_data is None:
+        return made
+    k_shape = k_data.shape
+    v_shape = k_shape if v is None else v.shape
+    layout = "rows" if v_data.ndim == len(v_shape) else "permuted"
+    of_values = scheme.block, False, cu_seqlens, layout
     return (
-        of_q,
-        make(*found[2:4], *of, found[2].shape, found[6], gradients[1]),
-        make(*found[4:6], scheme.block, False, cu_seqlens, layout, shape, None, gradients[2]),
+        made,
+        make(k_data, of_k, *of, k_shape, mean, gradients[1]),
+        make(v_data, of_v, *of_values, v_shape, None, gradients[2]),
     )
-
-
-def _found_at_once(call: tuple, differentiably: bool) -> tuple[Scheme, tuple] | tuple[None, None]:
-    """The scheme, and data and descales and no mean, of a call that the Hopper library computes
-    without a check in Python."""
-    if not differentiably:
-        found = _at_once()(*call)
-    else:  # torch warns where autograd meets an operator without a gradient
-        with torch._C._AutoDispatchBelowAutograd():
-            found = _at_once()(*call)
-    return (None, None) if found is None else (found[0], (*found[1], None))
 
 
 @cache

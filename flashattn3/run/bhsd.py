@@ -103,9 +103,10 @@ def attend_like_before(q: Tensor, k: Tensor, v: Tensor, *values) -> Tensor | Non
         return None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     differentiably = needs_gradient and torch.is_grad_enabled()
-    results = (
-        cache.attend(q, k, v) if differentiably else cache.run(cache.operators.forward, q, k, v)
-    )
+    if differentiably:
+        results = cache.attend(q, k, v)
+    else:
+        results = cache.run(cache.operators.forward, False, q, k, v)
     return None if results is None else results[0]
 
 
@@ -223,7 +224,7 @@ def _launch_cache(backend: str, deterministic: bool, span: int | None, *values) 
 def _run_forward(*arguments):
     cache = _launch_cache(*_in_force(), *arguments[NUM_TENSORS:])
     if cache.operators is not None:
-        results = cache.operators.forward(cache.number, *arguments[:NUM_TENSORS])
+        results = cache.operators.forward(cache.number, True, *arguments[:NUM_TENSORS])
         if results[0] is not None:
             return results
 

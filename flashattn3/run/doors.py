@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from ..call.block_scaled import BlockScaled
 from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
@@ -168,9 +169,9 @@ def _attend_plain(
         if q.dtype not in EIGHT_BIT:
             return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, None)
     elif changes:
-        results = cache.run(operators.forward_scores, *found_of(tensors))
+        results = cache.run(operators.forward_scores, options.return_lse, *found_of(tensors))
     else:
-        results = cache.run(operators.forward, q, k, v)
+        results = cache.run(operators.forward, options.return_lse, q, k, v)
     if results is not None:
         return returned(results, options) if returns_more else results[0]
     if differentiably and q.dtype in EIGHT_BIT:
@@ -236,9 +237,37 @@ def _transposed(tensors: Tensors) -> Tensors:
     return with_sides(tensors, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
+def attend_8_bits_at_once(
+    options: Options, q: BlockScaled, k: object, v: object
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """What a dense call without scores returns, if the operators of the backend find its launch and
+    nothing watches it: nothing of it is checked in Python. None: it is no such call."""
+    if not (type(k) is type(v) is BlockScaled and is_plain()) or profiler._is_profiler_enabled:
+        return None
+    of_call = q.data, k.data, v.data, q.descale, k.descale, v.descale
+    q_data, k_data, v_data, of_q, of_k, of_v = of_call
+    if not type(q_data) is type(k_data) is type(v_data) is Tensor:
+        return None
+    if not type(of_q) is type(of_k) is type(of_v) is Tensor:
+        return None
+    if not q.cu_seqlens is k.cu_seqlens is v.cu_seqlens is q.mean is k.mean is v.mean is None:
+        return None
+    if torch.is_grad_enabled():
+        if not q.gradient is k.gradient is v.gradient is None:
+            return None
+        for x in of_call:
+            if x.requires_grad:
+                return None
+    cache = _launch_cache_of_8_bits(options, q.form, k.form, v.form)
+    if cache.operators is None:
+        return None
+    results = cache.run(cache.operators.forward, *of_call)
+    return results and returned(results, options)
+
+
 def _forward_8_bits(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
-    """out and lse of an eager call that nothing watches, without scores. The operators of the
-    backend find the launch of a dense one."""
+    """out and lse, which may be None where the call returns none, of an eager call that nothing
+    watches, without scores. The operators of the backend find the launch of a dense one."""
     q, k, v = tensors.q, tensors.k, tensors.v
     if tensors.cu_seqlens_q is not None or profiler._is_profiler_enabled:
         return forward_of(tensors, options)
@@ -251,7 +280,7 @@ def _forward_8_bits(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
     launch = launch_of(tensors, options)
     results = launch.forward(tensors)
     if launch.keep is not None:
-        cache.keep(launch.keep, *of_call)
+        cache.keep(launch.keep, options.return_lse, *of_call)
     return results
 
 
@@ -296,9 +325,9 @@ class _Attention(torch.autograd.Function):
         *_, tensors, options, bhsd, scores, cache, planned = others
         results = None
         if planned is None and scores:
-            results = cache.run(cache.operators.forward_scores, *found_of(tensors))
+            results = cache.run(cache.operators.forward_scores, True, *found_of(tensors))
         elif planned is None:
-            results = cache.run(cache.operators.forward, q, k, v)
+            results = cache.run(cache.operators.forward, True, q, k, v)
         if results is None:
             planned = planned or _planned(tensors, options, bhsd, cache)
             results = planned[0].forward(_transposed(tensors) if bhsd else tensors)

@@ -185,10 +185,10 @@ def _keep_scaled(launch: HopperLaunch, library: Library) -> Callable[..., Scaled
         return None
     operators = ScaledOperators(library.scaled_kept)
 
-    def keep(number: int, *tensors: Tensor | None) -> ScaledOperators:
+    def keep(number: int, returns_lse: bool, *tensors: Tensor | None) -> ScaledOperators:
         is_padded = tensors[2].shape[-2] < config.kernel_config.head_dim
         if not is_padded and all(x is not None for x in tensors):
-            library.keep_scaled(number, config.launch.handle, *tensors)
+            library.keep_scaled(number, returns_lse, config.launch.handle, *tensors)
         return operators
 
     return keep
@@ -198,9 +198,11 @@ def _with_max_logit(operator: Callable, heads: int) -> Callable[..., tuple]:
     """The operator that finds a forward's launch, of calls that ask for the largest score. heads:
     their axis in q."""
 
-    def run(number: int, q: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    def run(
+        number: int, returns_lse: bool, q: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         max_logit = _no_logit(q, q.shape[heads])
-        return *operator(number, q, *others, max_logit=max_logit), max_logit
+        return *operator(number, returns_lse, q, *others, max_logit=max_logit), max_logit
 
     return run
 

@@ -73,7 +73,7 @@ DECODE_ARGUMENTS = (
     *(field.name for field in DECODE_TENSORS),
 )
 # The arguments of forward_kept after the number of the options (csrc/torch_binding/kept_op.cpp).
-FOUND_ARGUMENTS = (*(field.name for field in FOUND), "max_logit")
+FOUND_ARGUMENTS = ("returns_lse", *(field.name for field in FOUND), "max_logit")
 # Those of the backward with scores after the prepared launch (csrc/torch_binding/backward_op.cpp).
 BACKWARD_ARGUMENTS = (
     *("dout", "dlse", "out", "lse"),

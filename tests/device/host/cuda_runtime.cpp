@@ -7,6 +7,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -84,6 +85,10 @@ EXPORTED void host_fail_next_launch() { next_launch_fails = true; }
 EXPORTED void host_register_node() { flashattn3::register_autograd_node("CPU"); }
 
 int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
+AOTITorchError aoti_torch_cuda_view_dtype(AtenTensorHandle self, int32_t dtype,
+                                          AtenTensorHandle* view) {
+  return aoti_torch_cpu_view_dtype(self, dtype, view);
+}
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;
   return AOTI_TORCH_SUCCESS;

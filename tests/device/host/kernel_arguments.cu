@@ -7,6 +7,7 @@
 #include "decode/fill_arguments.h"
 #include "forward/option_arguments.h"
 #include "kernel_arguments.h"
+#include "quantize/arguments.h"
 
 namespace {
 
@@ -28,7 +29,10 @@ std::vector<uint64_t> words_of_arguments(const std::string& name, void** argumen
   if (is("decode_kernel") || is("warp_kernel")) {
     return words_of<flashattn3::decode::Arguments>(arguments[0]);
   }
+  if (is("embed_blocks")) return words_of<flashattn3::quantize::EmbeddedArguments>(arguments[0]);
+  if (is("quantize_blocks")) return words_of<flashattn3::quantize::Arguments>(arguments[0]);
   if (is("fill_rows")) return words_of<flashattn3::decode::FillArguments>(arguments[0]);
+  if (is("QuantizedRoles")) return words_of<flashattn3::forward::Arguments>(arguments[0]);
   if (is("ListedRoles")) return words_of<flashattn3::forward::ListedArguments>(arguments[0]);
   const bool is_main = is("backward") && is("16attention_kernel");
   if (is_main && is("ScoreTermE0ELb1E")) {  // the last field of backward::Config is listed
