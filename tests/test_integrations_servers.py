@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -64,21 +65,24 @@ def test_varlen_as_vllm_calls_its_fork(batch):
     found = flash_attn_3.flash_attn_varlen_func(
         q=batch.q, k=batch.q[:, ::2], v=batch.q[:, ::2], out=dense, cu_seqlens_q=batch.edges,
         cu_seqlens_k=batch.edges, max_seqlen_q=5, max_seqlen_k=5, causal=True, fa_version=2,
-        s_aux=sinks, window_size=[-1, -1],
+        s_aux=sinks, window_size=[-1, -1], return_softmax_lse=False,
     )  # fmt: skip
     assert found is dense and not dense.isnan().any()
 
 
 def test_a_cached_call_as_sglang_makes_it(batch):
-    out, lse, *rest = flash_attn_3.flash_attn_with_kvcache(
-        q=batch.q, k_cache=batch.k, v_cache=batch.v, page_table=batch.table,
-        cache_seqlens=batch.lengths, cu_seqlens_q=batch.edges, cu_seqlens_k_new=batch.edges,
-        max_seqlen_q=5, softmax_scale=DIM**-0.5, causal=True, window_size=(-1, -1), softcap=0.0,
-        k_descale=None, v_descale=None, return_softmax_lse=True, num_splits=0, ver=3, sinks=None,
+    call = partial(
+        flash_attn_3.flash_attn_with_kvcache, q=batch.q, k_cache=batch.k, v_cache=batch.v,
+        page_table=batch.table, cache_seqlens=batch.lengths, cu_seqlens_q=batch.edges,
+        cu_seqlens_k_new=batch.edges, max_seqlen_q=5, softmax_scale=DIM**-0.5, causal=True,
+        window_size=(-1, -1), softcap=0.0,
+        k_descale=None, v_descale=None, num_splits=0, ver=3, sinks=None,
         max_seqlen_k=48, score_mod=None, attention_chunk=None,
     )  # fmt: skip
+    out, lse, *rest = call(return_softmax_lse=True)
     torch.testing.assert_close(out, batch.wanted)
     assert lse.shape == (HEADS, 6) and len(rest) == 2
+    torch.testing.assert_close(call(return_softmax_lse=False), batch.wanted)
 
 
 REFUSED = [
@@ -86,6 +90,8 @@ REFUSED = [
     ({"cp_world_size": 2}, "cp_world_size must be 1"),
     ({"q_v": torch.ones(1)}, "q_v must be None"),
     ({"dropout_p": 0.5}, "dropout_p must be 0.0"),
+    ({"page_table": ints(0)}, "block_table must be None with page_table: both name one argument"),
+    ({"s_aux": torch.ones(4), "sinks": torch.ones(4)}, "s_aux must be None with sinks"),
 ]
 
 

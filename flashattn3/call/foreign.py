@@ -25,6 +25,16 @@ _OF_TORCH = {
 }
 
 
+def under_one_name(
+    function: str, name: str, value: object, own: str, other: object
+) -> object | None:
+    """The value of an argument that has two names, of which at most one is given."""
+    if value is not None and other is not None:
+        wanted = f"None with {own}: both name one argument"
+        raise value_error(function, name, wanted, "a second value")
+    return other if value is None else value
+
+
 def translated(
     function: str, given: dict[str, object], foreign: dict[str, object]
 ) -> dict[str, object]:
@@ -38,10 +48,7 @@ def translated(
     for name, value in foreign.items():
         own = _OTHER_NAMES.get(name)
         if own in given:
-            if value is not None and given[own] is not None:
-                wanted = f"None with {own}: both name one argument"
-                raise value_error(function, name, wanted, "a second value")
-            given[own] = given[own] if value is None else value
+            given[own] = under_one_name(function, name, value, own, given[own])
         elif name == "mask":
             wanted = "None: flash_attn_func and the other dense forms take a mask"
             expect(value is None, function, name, f"{wanted}; {_PACKED}", shown(value))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import api
 from .. import kvcache_api as cached
+from ..call.foreign import under_one_name
 from ..errors import UnsupportedError, complaint, expect, shown
 from .fork_keywords import without_fork_keywords
 from .one_pass import one_pass, write_gradients
@@ -55,7 +56,7 @@ def flash_attn_varlen_func(
     forks in vLLM and SGLang are taken as ``without_fork_keywords`` says."""
     function = "flash_attn_varlen_func"
     options = without_fork_keywords(function, options)
-    table = page_table if block_table is None else block_table
+    table = under_one_name(function, "block_table", block_table, "page_table", page_table)
     if table is None:
         _refuse_others(function, scheduler_metadata=scheduler_metadata)
         result = api.flash_attn_varlen_func(*arguments, **options)
@@ -68,7 +69,7 @@ def flash_attn_varlen_func(
     expect(neutral == 0, function, "dropout_p", 0.0, neutral)
     given = _VARLEN.bind_partial(*arguments, **options).arguments
     _refuse_others(function, seqused_q=given.pop("seqused_q", None))
-    tensors = [given.pop(name) for name in ("q", "k", "v")]
+    tensors = [given.pop(name, None) for name in ("q", "k", "v")]
     edges = [given.pop(name, None) for name in ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k")]
     flags = [given.pop(name, False) for name in ("return_attn_probs", "return_lse")]
     used = given.pop("seqused_k", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..call.arguments import integer
+from ..call.foreign import under_one_name
 from ..errors import expect, shown, value_error
 
 VERSIONS = 2, 3, 4
@@ -12,7 +13,6 @@ _NEUTRAL = {
     "only_qv": False, "score_mod": None, "mask_mod": None, "aux_tensors": None, "sfq": None,
     "sfk": None, "sfv": None, "rel_bias": None, "rel_bias_prep_cache": None,
 }  # fmt: skip
-_OWN_NAMES = {"return_softmax_lse": "return_lse", "s_aux": "sinks"}
 
 
 def without_fork_keywords(function: str, options: dict[str, object]) -> dict[str, object]:
@@ -37,8 +37,10 @@ def without_fork_keywords(function: str, options: dict[str, object]) -> dict[str
     for name in ("window_size", "attention_chunk"):
         if found.get(name, ()) is None:
             del found[name]
-    for name, own in _OWN_NAMES.items():
-        if name in found:
-            given = found.pop(name)
-            found[own] = found.get(own) if given is None or given is False else given
+    with_lse = found.pop("return_softmax_lse", None)
+    if with_lse is not None and (with_lse or "return_lse" not in found):
+        found["return_lse"] = with_lse
+    if "s_aux" in found:
+        names = "s_aux", found.pop("s_aux"), "sinks", found.get("sinks")
+        found["sinks"] = under_one_name(function, *names)
     return found
