@@ -101,26 +101,6 @@ def test_each_cell_has_a_place_of_its_own_in_the_table(suite):
     assert len(set(places)) == len(places)
 
 
-def test_shapes_of_language_models_are_timed_in_both_directions():
-    """Batch, tokens, query and KV heads, head dims, causal."""
-    found = {
-        (c.direction, c.case.batch, c.case.seqlen_k, c.case.num_heads_q, c.case.num_heads_kv,
-         c.case.head_dim, c.case.head_dim_v, c.case.causal)
-        for suite in ("gqa", "dims") for c in cells(suite)
-    }  # fmt: skip
-    for shape in (
-        (1, 8192, 64, 8, 128, 128, True),
-        (4, 4096, 32, 4, 128, 128, True),
-        (1, 2048, 32, 8, 128, 128, True),
-        (1, 512, 32, 8, 128, 128, True),
-        (4, 4096, 10, 10, 192, 192, True),
-        (4, 4096, 8, 8, 160, 160, False),
-        (2, 4096, 16, 16, 192, 128, True),
-        (2, 4096, 16, 16, 192, 192, True),
-    ):
-        assert {("fwd", *shape), ("bwd", *shape)} <= found
-
-
 def test_odd_head_dims_stand_beside_the_next_multiple_of_16():
     odd = [cell for cell in cells("odd-dims") if cell.case.head_dim % 16]
     assert {cell.case.head_dim for cell in odd} == {40, 56, 72, 88, 104, 120}

@@ -405,14 +405,6 @@ def test_what_it_declines_and_why(tensors, options, reason):
     assert f"(hopper: {reason}" in str(caught.value)
 
 
-HINTS = ("num_splits", 0), ("num_splits", 3), ("pack_gqa", False), ("pack_gqa", True)
-
-
-@pytest.mark.parametrize(("name", "value"), [*HINTS, ("sm_margin", 4)])
-def test_what_it_takes(name, value):
-    assert plan(qkv(), **{name: value}).backend.name == "hopper"
-
-
 def test_explain_shows_what_the_prepared_launch_holds():
     described = plan(qkv()).launch.config.describe()
     shown = {name: described[name] for name in ("grid", "shared_memory_bytes", "workspace_bytes")}

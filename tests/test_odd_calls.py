@@ -22,6 +22,7 @@ from torch import Tensor
 
 import flashattn3
 from flashattn3 import BlockScaled, Explanation, quantize_block_fp8
+from flashattn3.backends.registry import BACKENDS
 from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.operands import Tensors
 from flashattn3.quantization import dispatch
@@ -515,7 +516,7 @@ def error(call: Call, name: str, odd: Value) -> str | None:
     """Why the outcome of a call with an odd value is neither of the legal ones, or None."""
     meaning = call.meaning(name, odd.value)
     given = {**call.arguments, name: odd.value}
-    quantized.clear()
+    reached.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -524,8 +525,10 @@ def error(call: Call, name: str, odd: Value) -> str | None:
     except Exception as error:
         if meaning not in (ILLEGAL, EITHER):
             return f"refused what is legal: {type(error).__name__}: {str(error)[:200]}"
-        if meaning is ILLEGAL and quantized:
-            return "tensors were quantized before it was refused"
+        # A plan comes before lengths are compared with the values of tensors.
+        early = reached - ({"prepare"} if name.startswith("max_seqlen") else set())
+        if meaning is ILLEGAL and early:
+            return f"{early} reached before it was refused"
         return wrong_error(call, name, odd.value, error)
     if meaning is ILLEGAL:
         return "accepted"
@@ -536,13 +539,13 @@ def error(call: Call, name: str, odd: Value) -> str | None:
         return f"accepted, and no truth: {type(error).__name__}: {str(error)[:100]}"
 
 
-quantized = []  # of the call at hand
+reached = set()  # by the call at hand: functions that quantize or make a launch
 
 
-def counted(quantize: Callable) -> Callable:
+def noted(function: Callable, name: str) -> Callable:
     def run(*arguments):
-        quantized.append(None)
-        return quantize(*arguments)
+        reached.add(name)
+        return function(*arguments)
 
     return run
 
@@ -551,8 +554,10 @@ def counted(quantize: Callable) -> Callable:
 def no_interpreter(monkeypatch):
     """Where there is no GPU, Triton would take 16 and 8 bits in its interpreter, which is slow."""
     monkeypatch.setattr(dispatch, "runs_on", lambda *device: False)
-    for name in ("quantize", "quantize_qkv"):
-        monkeypatch.setattr(dispatch, name, counted(getattr(dispatch, name)))
+    noteworthy = [(dispatch, "quantize"), (dispatch, "quantize_qkv")]
+    noteworthy += [(type(backend), "prepare") for backend in BACKENDS]
+    for owner, name in noteworthy:
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name), name))
     with flashattn3.use_backend("reference"):
         yield
 
