@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from helpers import BACKEND_DTYPES, forward_holds, quick_case, swept_case
+from helpers import BACKEND_DTYPES, FEATURE_CASES, forward_holds
 
 from flashattn3_bench.checking import FORWARD_CASES, make_inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.interpreted(quick=quick_case, sweep=swept_case)
+# test_backward.py holds out and lse of the others.
+@pytest.mark.interpreted(sweep=lambda case, **_: case.name not in FEATURE_CASES)
 @pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
 def test_forward(case, backend, dtype, device):
