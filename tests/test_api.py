@@ -87,6 +87,8 @@ def test_an_argument_goes_before_use_backend():
 def test_use_backend_refuses_unknown_names():
     with pytest.raises(ValueError, match=r"^use_backend: name must be one of \(.*\), got 'fast'$"):
         use_backend("fast").__enter__()
+    with pytest.raises(TypeError, match=r"^use_backend: name must be one of \(.*\), got None$"):
+        use_backend(None).__enter__()
 
 
 def test_backend_from_the_environment():

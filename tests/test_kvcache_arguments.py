@@ -238,7 +238,7 @@ UNSUPPORTED = [
     ({"pack_gqa": False}, "pack_gqa must be None or True"),
     (
         {"q": torch.randn(B, SQ, H, D, requires_grad=True)},
-        "q.requires_grad must be False, got True",
+        "q.requires_grad must be False, got True: flash_attn_with_kvcache has no gradient",
     ),
     (
         {**new(), "v": torch.randn(B, 1, HK, D, requires_grad=True)},

@@ -54,7 +54,7 @@ def check_tensors(function: str, required: int, **tensors: object) -> None:
         if wants_gradient and x.requires_grad:
             sentence = complaint(function, f"{name}.requires_grad", False, True)
             raise UnsupportedError(
-                f"{sentence}: there is no gradient through a cache; call it under torch.no_grad()"
+                f"{sentence}: {function} has no gradient; call it under torch.no_grad()"
             )
     refuse_transforms(function, *given)
 

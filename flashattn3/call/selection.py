@@ -38,7 +38,7 @@ def backend_in_force(function: str, name: str, backend: object) -> str | None:
 def known_backend(function: str, what: str, name: object) -> str:
     """Return the name; raise if no backend has it."""
     if not isinstance(name, str):
-        raise type_error(function, what, "a str or None", shown(name))
+        raise type_error(function, what, f"one of {NAMES}", shown(name))
     expect(name in NAMES, function, what, f"one of {NAMES}", repr(name))
     return name
 
