@@ -4,8 +4,8 @@
 forward, and the files that q crosses; tests/test_format.py holds the sizes that csrc/README.md
 promises. A file counts if the first one includes it, directly or not. csrc/ptx does not count (one
 instruction family per file), nor do the headers of options that a plain kernel config lacks: 8-bit
-inputs, capped scores, slopes, a bias, the largest score and listed masks. The others hold their
-records and call their hooks, which leave a plain config's scores alone.
+inputs, capped scores, slopes, a bias, the largest score, listed masks and spans. The others hold
+their records and call their hooks, which leave a plain config's scores alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ OTHER_CONFIGS = {
     "forward/quantized_arguments.h",
     "forward/score_options.cuh",
     "forward/single_key.cuh",
+    "forward/traits_options.cuh",
     "tile/permuted_v.h",
     "tile/permuted_v_tile.cuh",
 }
@@ -51,7 +52,7 @@ PATH_IN_CSRC = (
     "launch/forward.cuh",
     "forward/kernel.cuh",
     "forward/load.cuh",
-    "forward/mainloop.cuh",
+    "forward/consumer_pipeline.cuh",
     "tile/gemm.cuh",
     "ptx/wgmma.cuh",
 )

@@ -77,7 +77,8 @@ def test_the_kernels_are_held_to_the_shared_memory_that_the_backend_asks_for():
     traits = sorted((ROOT / "csrc").rglob("traits.cuh"))
     if not traits:
         pytest.skip("needs a source checkout")
-    limit = rf"static_assert\(smem_bytes\(kConfig\) <= {SHARED_MEMORY_KIB[90] * 1024}, "
+    bytes_ = r"(?:smem_bytes\(kConfig\)|kSmemBytes)"
+    limit = rf"static_assert\({bytes_} <= {SHARED_MEMORY_KIB[90] * 1024}, "
     assert len(traits) == 5
     assert all(re.search(limit, path.read_text()) for path in traits)
 

@@ -20,22 +20,12 @@ struct BlockRange {
   static __host__ __device__ __forceinline__ int block(int position) { return position; }
 };
 
-// Returns the block at a position of a rotated list of `count` blocks from 0 on, or of any list
-// that is not rotated.
-__host__ __device__ __forceinline__ int rotated(int position, int rotation, int count) {
-  if (rotation == 0) return position;
-  return position < rotation ? position - rotation + count : position - rotation;
-}
-
 // The positions that a warpgroup of the forward visits, from the last to the first.
 struct BlockWalk {
   BlockRange visited, full;
   int position;
-  int rotation = 0;  // of the list
 
-  __device__ __forceinline__ int block() const {
-    return rotated(visited.block(position), rotation, visited.end);
-  }
+  __device__ __forceinline__ int block() const { return visited.block(position); }
   __device__ __forceinline__ bool has_this() const { return position >= visited.begin; }
   __device__ __forceinline__ bool has_next() const { return position > visited.begin; }
   __device__ __forceinline__ bool is_full() const { return full.has(block()); }

@@ -1,4 +1,4 @@
-// tanh of capped scores.
+// Capped scores and their tanh.
 #pragma once
 
 #include "ptx/approximations.cuh"
@@ -16,6 +16,16 @@ __device__ __forceinline__ float tanh_of_scaled(float x) {
   const float series = x * fmaf(square, fmaf(square, kFifth, kThird), kUnit);
   const float reciprocal = reciprocal_approx(1.f + exp2_approx(x));
   return fabsf(x) < 0.5f ? series : fmaf(-2.f, reciprocal, 1.f);
+}
+
+// Scores become tanh(score / cap). tanh_scale: of ScoreScale (variant.cuh).
+template <int kCount>
+__device__ __forceinline__ void cap_scores(float (&s)[kCount], float tanh_scale) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i % 8 == 0) __syncwarp();  // ptxas would start all at once and spill
+    s[i] = tanh_of_scaled(s[i] * tanh_scale);
+  }
 }
 
 }  // namespace flashattn3

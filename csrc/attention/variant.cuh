@@ -29,16 +29,6 @@ struct UniformScale {
   }
 };
 
-// Scores become tanh(score / softcap), to which scale.factor applies.
-template <int kCount>
-__device__ __forceinline__ void cap_scores(float (&s)[kCount], ScoreScale scale) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (i % 8 == 0) __syncwarp();  // ptxas would start all at once and spill
-    s[i] = tanh_of_scaled(s[i] * scale.tanh_scale);
-  }
-}
-
 // Sets the scores of keys that a row does not see to -inf. row: of the thread's register 0
 // (fragment.h). first_key: of the tile. kMasked: false hides only keys past the end of the
 // sequence.
@@ -75,7 +65,7 @@ struct Variant {
   __device__ __forceinline__ bool transforms() const { return scale.caps(); }
   template <int kCount>
   __device__ __forceinline__ void transform(float (&s)[kCount]) const {
-    if (transforms()) cap_scores(s, scale);
+    if (transforms()) cap_scores(s, scale.tanh_scale);
   }
   // The scale that converts transformed scores to exponents.
   __device__ __forceinline__ UniformScale exponents() const { return {scale.factor}; }

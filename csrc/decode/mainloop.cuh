@@ -131,7 +131,7 @@ class Mainloop {
     if (mask.has_rows) {
       float factor[2];
       bool rescales = true;
-      if (args_.score_scale.caps()) cap_scores(s, scale);
+      if (args_.score_scale.caps()) cap_scores(s, scale.tanh_scale);
       if constexpr (kConfig.spans) {
         const auto hide = [&](float (&s)[kBlockN / 2]) { hide_scores(s, mask, block); };
         rescales = softmax.update(s, {scale.factor}, factor, !mask.sees_all(block), hide);

@@ -274,7 +274,7 @@ class WarpMainloop {
                                                  bool whole) const {
     if (args_.score_scale.caps()) {
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) cap_scores(s[n], scale);
+      for (int n = 0; n < kKeyTiles; ++n) cap_scores(s[n], scale.tanh_scale);
     }
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {

@@ -1,6 +1,7 @@
 // The order in which a work tile with slopes visits its blocks.
 #pragma once
 
+#include "attention/block_list.cuh"
 #include "forward/arguments.h"
 #include "forward/config.h"
 
@@ -22,5 +23,21 @@ __device__ __forceinline__ int rotation_of(const Arguments& args, const Tile& ti
   const int position = tile.first_row + kConfig.block_m - 1 + tile.num_keys - tile.num_rows;
   return count - 1 - min(max(position, 0) / kConfig.block_n, count - 1);
 }
+
+// Returns the block at a position of a rotated list of `count` blocks from 0 on, or of any list
+// that is not rotated.
+__device__ __forceinline__ int rotated(int position, int rotation, int count) {
+  if (rotation == 0) return position;
+  return position < rotation ? position - rotation + count : position - rotation;
+}
+
+struct RotatedWalk : BlockWalk {
+  int rotation = 0;
+
+  __device__ __forceinline__ int block() const {
+    return rotated(BlockWalk::block(), rotation, visited.end);
+  }
+  __device__ __forceinline__ bool is_full() const { return full.has(block()); }
+};
 
 }  // namespace flashattn3::forward

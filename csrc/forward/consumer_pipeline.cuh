@@ -1,10 +1,10 @@
-// Base of both main loops: the consumer side of the Q, K, V and work tile pipelines. It waits for
-// stages, releases them and skips those of other warpgroups, and it clips work tiles and the mask
-// to the 64 query rows of its warpgroup. traits.cuh lists the barriers and their arrivals.
+// Base of all main loops: the consumer side of the Q, K, V and work tile pipelines. It waits for
+// stages, releases them and skips those of other warpgroups, starts the GEMMs of a stage, and clips
+// work tiles and the mask to the 64 query rows of its warpgroup. traits.cuh lists the barriers and
+// their arrivals.
 #pragma once
 
 #include "attention/block_list.cuh"
-#include "attention/mask_lists.cuh"
 #include "forward/arguments.h"
 #include "forward/traits.cuh"
 #include "ptx/bulk_copy.cuh"
@@ -23,7 +23,6 @@ class ConsumerPipeline {
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kStages = Traits::kStages;
-  static constexpr int kListBlocks = (kBlockN + kListColumns - 1) / kListColumns;
   using Out = float[Traits::kOutRegisters];
   using Probabilities = flashattn3::Probabilities<value_type(kElement), kBlockN>;
   using Tile = typename Storage::Tile;
@@ -50,7 +49,7 @@ class ConsumerPipeline {
 
   // This warp's staging buffer for rows of out, in kernel configs that do not stage them over Q.
   __device__ __forceinline__ uint8_t* staged_out() const {
-    constexpr int kBytes = staged_bytes(Traits::kConfig) / Traits::kConsumerWarps;
+    constexpr int kBytes = Traits::kStagedBytes / Traits::kConsumerWarps;
     return shared_ + Traits::kOutOffset + threadIdx.x / 32 * kBytes;
   }
 
@@ -112,6 +111,18 @@ class ConsumerPipeline {
     return cute::cast_smem_ptr_to_uint(shared_) + Traits::kKOffset + at.index() * Traits::kKBytes;
   }
 
+  // Starts S = Q K^T with the 16-bit K at this stage.
+  __device__ __forceinline__ void gemm_qk(float (&s)[kBlockN / 2],
+                                          PipelineState<kStages> at) const {
+    gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, q_desc(), k_desc(at), k_strides());
+  }
+
+  // Starts O += P V with the 16-bit V at this stage.
+  __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
+                                          PipelineState<kStages> at) const {
+    gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, v_desc(at), v_strides());
+  }
+
   static __device__ __forceinline__ void rescale(Out& o, const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] *= factor[row_of(i)];
@@ -138,10 +149,7 @@ class ConsumerPipeline {
 
   // The walk over the visited blocks of the tile at tile_, at the first one.
   __device__ __forceinline__ BlockWalk walk(BlockRange visited) const {
-    if constexpr (Traits::kListed) {
-      const int full = uniform(tile().blocks.num_full) / kListBlocks;
-      return {visited, {visited.end - full, visited.end}, visited.end - 1};
-    }
+    if constexpr (Traits::kListed) return tile().walk(visited);
     const int first_row = uniform(tile().row_origin(warpgroup_)) + warpgroup_ * 64;
     const int num_rows = uniform(tile().num_rows);
     const BlockRange full =
@@ -151,13 +159,14 @@ class ConsumerPipeline {
     return {visited, full, visited.end - 1};
   }
 
-  __device__ __forceinline__ int first_key(const BlockWalk& at) const {
+  template <class Walk>
+  __device__ __forceinline__ int first_key(const Walk& at) const {
     return at.block() * kBlockN;
   }
 
   // Masks the scores of a block unless all are visible. kv: the stage of its K.
-  template <class Scores>
-  __device__ __forceinline__ void mask(Scores& s, const BlockWalk& at,
+  template <class Scores, class Walk>
+  __device__ __forceinline__ void mask(Scores& s, const Walk& at,
                                        const PipelineState<kStages>& kv) const {
     if (at.is_full()) return;
     if constexpr (Traits::kListed) return bits_of(at, kv).hide(s, -INFINITY);
@@ -166,12 +175,10 @@ class ConsumerPipeline {
     mask_scores<kBlockN, Traits::kMasked>(s, mask, row, first_key(at));
   }
 
-  // The bits of a group of listed blocks, whose tiles lie beside K.
-  __device__ __forceinline__ ThreadBits<kListBlocks> bits_of(
-      const BlockWalk& at, const PipelineState<kStages>& kv) const {
-    const int first = (at.visited.end - 1 - at.position) * kListBlocks;
-    return ThreadBits<kListBlocks>::of_group(tile().blocks, first,
-                                             shared_ + Traits::bits_offset(kv.index()));
+  // The bits of listed blocks, whose tiles lie beside K.
+  __device__ __forceinline__ auto bits_of(const BlockWalk& at,
+                                          const PipelineState<kStages>& kv) const {
+    return tile().bits(at, shared_ + Traits::beside_k_offset(kv.index()));
   }
 
   const Arguments& args_;

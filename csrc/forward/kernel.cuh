@@ -44,7 +44,7 @@ class Consumer : Mainloop {
         work = get_next_work();
         if (!work.any()) return;
         this->begin_tile(this->tile());
-        this->start_first_qk(s, work, kv_);
+        start_first_qk(s, work, kv_);
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
       }
@@ -64,7 +64,7 @@ class Consumer : Mainloop {
       ahead = next.any() && next.above <= kStages;
       if (ahead) {
         this->begin_tile(storage_.tile[tile_.next().index()]);
-        this->start_first_qk(s, next, kv_.next());
+        start_first_qk(s, next, kv_.next());
         warpgroup_wait<1>();
         store_tile(o, softmax, sink);
         warpgroup_wait<0>();
@@ -110,6 +110,15 @@ class Consumer : Mainloop {
     if (mine.empty()) return {mine, all.count(), 0};
     if constexpr (Traits::kSpans) return {mine, mine.begin - all.begin, all.end - mine.end};
     return {mine, all.end - mine.end, mine.begin - all.begin};
+  }
+
+  // Load and QK^T of the first block. at: stage of the work tile's first K.
+  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
+                                                 PipelineState<kStages> at) {
+    this->wait_for_q();
+    this->skip_k(at, work.above);
+    this->wait_for_k(at);
+    this->gemm_qk(s, at);
   }
 
   // Skips K and V tiles that only other warpgroups need.
@@ -203,7 +212,7 @@ __global__ void __launch_bounds__(Roles::Traits::kThreads, 1)
     attention_kernel(const __grid_constant__ typename Roles::Arguments args) {
   using Traits = typename Roles::Traits;
   extern __shared__ __align__(1024) uint8_t shared[];
-  static_assert(sizeof(typename Roles::Storage) <= shared_storage_bytes(Traits::kConfig));
+  static_assert(sizeof(typename Roles::Storage) <= Traits::kQOffset);
 
   auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared);
   if (threadIdx.x == 0) storage.init(Traits::kConsumerWarps, Traits::kQuantized);

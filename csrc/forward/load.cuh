@@ -174,19 +174,19 @@ class Producer {
     uint8_t* stage = shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes;
     Barrier& full = storage_.k_full[k_.index()];
     if constexpr (Traits::kListed) {
-      load_listed_k<Traits>(args_, stage, shared_ + Traits::bits_offset(k_.index()), full, load,
+      load_listed_k<Traits>(args_, stage, shared_ + Traits::beside_k_offset(k_.index()), full, load,
                             group);
       k_.advance();
       return;
     }
-    full.arrive_and_expect(Traits::kKBytes + Traits::kBiasBytes);
+    full.arrive_and_expect(Traits::kKBytes + Traits::kBesideKBytes);
     copy_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
         stage, &args_.k, full, kReadAgain, load.kv_row_of(i), load.kv_head, load.kv_batch_coord);
     if constexpr (Traits::kBias) {
       const auto& args = static_cast<const BiasArguments&>(args_);
       copy_tile<Traits::kBlockM, Traits::kBiasAtoms, 64>(
-          shared_ + Traits::kBiasOffset + k_.index() * Traits::kBiasBytes, &args.bias, full,
-          kReadNormally, load.tile.first_row, load.tile.head * args.heads_differ,
+          shared_ + Traits::beside_k_offset(k_.index()), &args.bias, full, kReadNormally,
+          load.tile.first_row, load.tile.head * args.heads_differ,
           load.tile.batch_idx * args.sequences_differ, load.first_key(i) / 64);
     }
     k_.advance();

@@ -7,11 +7,11 @@
 //   mask      mask() of the exponents, unless the block is full
 //   PV        gemm_pv() starts O += P V
 //   epilogue  store_rows() stores O over the row sums, and lse (epilogue.cuh)
-// kernel.cuh calls start_first_qk(), attend() and the epilogue of each work tile. Step j, with two
-// GEMMs in flight: QK^T of j, PV of j - 1, wait for S, softmax and mask, which overlap the PV GEMM,
-// release K (until then S may have to be recomputed), wait for O, release V of j - 1, pack P. The
-// warpgroups of a CTA share the stages but run unsynchronised: while one computes its softmax, the
-// tensor cores run GEMMs of the others (as in FlashAttention-3's ping-pong).
+// kernel.cuh starts S of a work tile's first block and calls attend() and the epilogue. Step j,
+// with two GEMMs in flight: QK^T of j, PV of j - 1, wait for S, softmax and mask, which overlap the
+// PV GEMM, release K (until then S may have to be recomputed), wait for O, release V of j - 1, pack
+// P. The warpgroups of a CTA share the stages but run unsynchronised: while one computes its
+// softmax, the tensor cores run GEMMs of the others (as in FlashAttention-3's ping-pong).
 #pragma once
 
 #include "attention/softmax.cuh"
@@ -27,24 +27,15 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
   using Base = ScoreOptions<kConfig, Storage>;
   using Base::args_, Base::kBlockN, Base::kElement, Base::kHeadDim, Base::kStages, Base::kv_;
   using typename Base::Out, typename Base::Probabilities, typename Base::Traits;
-  using typename Base::Scores, typename Base::Softmax, typename Base::Work;
+  using typename Base::Scores, typename Base::Softmax, typename Base::Walk, typename Base::Work;
 
   using Base::Base;
-
-  // Load and QK^T of the first block. at: stage of the work tile's first K.
-  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
-                                                 PipelineState<kStages> at) {
-    this->wait_for_q();
-    this->skip_k(at, work.above);
-    this->wait_for_k(at);
-    gemm_qk(s, at);
-  }
 
   // Takes S of the first block; returns while the last PV GEMM is in flight.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
                                          const Work& work) {
     this->skip_v(work.above);
-    BlockWalk at = this->walk(work.visited);
+    Walk at{this->walk(work.visited)};
 #pragma unroll
     for (int i = 0; i < Traits::kOutRegisters; ++i) o[i] = 0.f;
     softmax.reset();
@@ -68,9 +59,9 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
     PipelineState<kStages> kv = kv_.next();
     if (at.has_next()) this->wait_for_k(kv);
     for (at.advance(); at.has_this(); at.advance()) {
-      gemm_qk(s, kv);
+      this->gemm_qk(s, kv);
       this->wait_for_v(kv_);
-      gemm_pv(o, p, kv_);
+      this->gemm_pv(o, p, kv_);
       warpgroup_wait<1>();
       warpgroup_fence_operand(s);
       float factor[2];  // rescales O; set only if change.rescaled
@@ -89,7 +80,7 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
       kv = next;
     }
     this->wait_for_v(kv_);
-    gemm_pv(o, p, kv_);
+    this->gemm_pv(o, p, kv_);
   }
 
   // O is complete, in units of out.
@@ -103,18 +94,6 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
     bool rescaled;
   };
 
-  // Starts S = Q K^T with the K at this stage.
-  __device__ __forceinline__ void gemm_qk(Scores& s, PipelineState<kStages> at) {
-    gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at),
-                                                          this->k_strides());
-  }
-
-  // Starts O += P V with the V at this stage.
-  __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
-                                          PipelineState<kStages> at) {
-    gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at), this->v_strides());
-  }
-
   // Converts scores to exponents relative to row_max.
   template <class Scale>
   __device__ __forceinline__ void exponents(Scores& s, const Softmax& softmax, const Scale& scale,
@@ -127,7 +106,7 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
   // Converts scores to probabilities and releases K. Returns whether the warp must rescale O.
   __device__ __forceinline__ Change softmax_step(Scores& s, Softmax& softmax, float (&factor)[2],
                                                  UniformScale scale, PipelineState<kStages> kv,
-                                                 const BlockWalk& at) {
+                                                 const Walk& at) {
     Change change{false};
     bool exact = args_.variant.transforms();
     if constexpr (Traits::kListed) {
@@ -161,7 +140,7 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
   // Converts scores to exponents, masked, and rescales if needed.
   __device__ __forceinline__ Change exact_softmax(Scores& s, Softmax& softmax, float (&factor)[2],
                                                   UniformScale scale, PipelineState<kStages> kv,
-                                                  const BlockWalk& at, bool sum_overflow) {
+                                                  const Walk& at, bool sum_overflow) {
     int highest[2];
     exponents(s, softmax, this->exact(scale, at), kv, highest);
     const bool rescales =

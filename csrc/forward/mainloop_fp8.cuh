@@ -42,15 +42,6 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
   // Called before the first QK GEMM of a work tile; loads Q's descale from device memory.
   __device__ __forceinline__ void begin_tile(const WorkTile& tile) { q_factor_ = q_factor(tile); }
 
-  // Load and QK^T of the first block. at: stage of the work tile's first K.
-  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
-                                                 PipelineState<kStages> at) {
-    this->wait_for_q();
-    this->skip_k(at, work.above);
-    this->wait_for_k(at);
-    gemm_qk(s, at);
-  }
-
   // Factor of out for the tile at tile_; written before the last V is loaded.
   __device__ __forceinline__ float out_scale() const {
     return storage_.out_scale[this->tile_.index()];
@@ -62,7 +53,7 @@ class MainloopFp8 : protected ConsumerPipeline<kConfig, QuantizedStorageOf<kConf
       gemm_ss_int8<Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at),
                                                        bias_tile_);
     } else {
-      gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at));
+      Base::gemm_qk(s, at);
     }
   }
 

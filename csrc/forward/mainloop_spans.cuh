@@ -28,15 +28,6 @@ class SpanMainloop : protected ConsumerPipeline<kConfig, Storage> {
 
   __device__ __forceinline__ void begin_tile(const Tile&) {}
 
-  // Load and QK^T of the first block. at: stage of the work tile's first K.
-  __device__ __forceinline__ void start_first_qk(Scores& s, const Work& work,
-                                                 PipelineState<kStages> at) {
-    this->wait_for_q();
-    this->skip_k(at, work.above);
-    this->wait_for_k(at);
-    gemm_qk(s, at);
-  }
-
   // Takes S of the first block; returns while the last PV GEMM is in flight.
   __device__ __forceinline__ void attend(Scores& s, Out& o, Probabilities& p, Softmax& softmax,
                                          const Work& work) {
@@ -56,9 +47,9 @@ class SpanMainloop : protected ConsumerPipeline<kConfig, Storage> {
     PipelineState<kStages> kv = kv_.next();
     if (at.position + 1 < at.visited.end) this->wait_for_k(kv);
     for (++at.position; at.position < at.visited.end; ++at.position) {
-      gemm_qk(s, kv);
+      this->gemm_qk(s, kv);
       this->wait_for_v(kv_);
-      gemm_pv(o, p, kv_);
+      this->gemm_pv(o, p, kv_);
       warpgroup_wait<1>();
       warpgroup_fence_operand(s);
       this->release_k(kv);
@@ -87,7 +78,7 @@ class SpanMainloop : protected ConsumerPipeline<kConfig, Storage> {
       kv = next;
     }
     this->wait_for_v(kv_);
-    gemm_pv(o, p, kv_);
+    this->gemm_pv(o, p, kv_);
   }
 
   // O of the last span is complete; o and the statistics become those of all spans.
@@ -126,18 +117,6 @@ class SpanMainloop : protected ConsumerPipeline<kConfig, Storage> {
 
   __device__ __forceinline__ SpanTotal<Traits> total() const {
     return SpanTotal<Traits>(this->staged_out());
-  }
-
-  // Starts S = Q K^T with the K at this stage.
-  __device__ __forceinline__ void gemm_qk(Scores& s, PipelineState<kStages> at) {
-    gemm_ss<kElement, Traits::kBlockM, kBlockN, kHeadDim>(s, this->q_desc(), this->k_desc(at),
-                                                          this->k_strides());
-  }
-
-  // Starts O += P V with the V at this stage.
-  __device__ __forceinline__ void gemm_pv(Out& o, const Probabilities& p,
-                                          PipelineState<kStages> at) {
-    gemm_rs<kElement, kBlockN, Traits::kHeadDimV>(o, p, this->v_desc(at), this->v_strides());
   }
 
   bool has_total_;  // of the work tile: a span has joined it

@@ -68,9 +68,9 @@ class Promotion {
   using Traits = QuantizedTraits<kConfig>;
   static constexpr int kSteps = Traits::kHeadDim / 16;
   static constexpr int kThreads = 128 * Traits::kConsumers;
-  // Where the bf16 sums are; if neither, in device memory (config.h).
+  // Where the bf16 sums are; if neither, in device memory (traits_options.cuh).
   static constexpr bool kInRegisters = promotes_in_registers(kConfig);
-  static constexpr bool kInShared = promotes_in_smem(kConfig) && !kInRegisters;
+  static constexpr bool kInShared = Traits::kPromotesInSmem && !kInRegisters;
   static constexpr int kUnroll = kInRegisters ? kSteps : 4;
   static constexpr int kStride = kInShared ? 32 : kThreads;
   using Out = float[Traits::kOutRegisters];

@@ -24,13 +24,14 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
   static constexpr bool kHasSlopes = has_slopes(Traits::kConfig.term);
   static constexpr bool kLooks = Traits::kConfig.term == ScoreTerm::kLargest;
   using Scores = float[kBlockN / 2];
+  using Walk = std::conditional_t<kHasSlopes, RotatedWalk, BlockWalk>;
   using Largest = std::conditional_t<kLooks, LargestScore, NoScore>;
   using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked, Largest>;
 
   __device__ __forceinline__ ScoreOptions(const Arguments& args, uint8_t* shared, int warpgroup)
       : Base(args, shared, warpgroup) {
     if constexpr (Traits::kBias) {
-      bias_row_ = cute::cast_smem_ptr_to_uint(shared) + Traits::kBiasOffset +
+      bias_row_ = cute::cast_smem_ptr_to_uint(shared) + Traits::kBesideKOffset +
                   threadIdx.x / 32 * kRowsOfWarp * 128 + staged_row_of_lane(threadIdx.x % 32);
     }
   }
@@ -48,7 +49,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
   }
 
   // Called before the first block of the walk over a work tile's blocks.
-  __device__ __forceinline__ void begin_walk(BlockWalk& at, Softmax& softmax) {
+  __device__ __forceinline__ void begin_walk(Walk& at, Softmax& softmax) {
     if constexpr (kHasSlopes) {
       const Tile& tile = this->tile();
       term_.set_rows(uniform(this->warp_first_row() + tile.num_keys - tile.num_rows));
@@ -65,12 +66,12 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
   }
 
   // The same for one block, with the slopes.
-  __device__ __forceinline__ auto exact(UniformScale scale, const BlockWalk& at) const {
+  __device__ __forceinline__ auto exact(UniformScale scale, const Walk& at) const {
     return term_.exact(scale, this->first_key(at));
   }
 
   // Whether only exact() is right for a block.
-  __device__ __forceinline__ bool needs_exact(const BlockWalk& at) const {
+  __device__ __forceinline__ bool needs_exact(const Walk& at) const {
     return term_.is_crossed(this->first_key(at));
   }
 
@@ -78,7 +79,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
   __device__ __forceinline__ void add_bias(Scores& s, const PipelineState<kStages>& at) const {
     if constexpr (Traits::kBias) {
       flashattn3::add_bias<kElement, kBlockN>(s, args_.variant.exponents().factor,
-                                              bias_row_ + at.index() * Traits::kBiasBytes,
+                                              bias_row_ + at.index() * Traits::kBesideKBytes,
                                               Traits::kBlockM * 128);
     }
   }
@@ -87,7 +88,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
   __device__ __forceinline__ auto exponentiate_at_once(Scores& s, Softmax& softmax,
                                                        UniformScale scale,
                                                        PipelineState<kStages> kv,
-                                                       const BlockWalk& at) const {
+                                                       const Walk& at) const {
     add_bias(s, kv);
     if constexpr (Traits::kListed) {
       if (!at.is_full()) return softmax.exponentiate_at_once(s, scale, this->bits_of(at, kv));

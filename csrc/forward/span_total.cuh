@@ -13,7 +13,7 @@ namespace flashattn3::forward {
 template <class Traits>
 class SpanTotal {
   static constexpr int kVectors = Traits::kOutRegisters / 4;
-  static_assert((kVectors + 2) * 32 * 16 == kRowsOfWarp * span_row_bytes(Traits::kConfig));
+  static_assert((kVectors + 2) * 32 * 16 == kRowsOfWarp * Traits::kSpanRowBytes);
 
  public:
   // staged: the warp's staging buffer.

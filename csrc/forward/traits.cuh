@@ -1,6 +1,6 @@
 // Compile-time properties of a kernel config: tile sizes, registers, the shared memory layout, and
 // the barriers with their arrival counts. traits_fp8.cuh and traits_cached.cuh have what 8-bit and
-// cached kernel configs add.
+// cached kernel configs add, traits_options.cuh what options do.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include "attention/block_list.cuh"
 #include "forward/arguments.h"
 #include "forward/config.h"
+#include "forward/traits_options.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/smem_desc.cuh"
 #include "tile/permuted_v.h"
@@ -16,7 +17,9 @@
 namespace flashattn3::forward {
 
 template <Config kTheConfig>
-struct KernelTraits {
+struct KernelTraits : OptionTraits<kTheConfig> {
+  using Options = OptionTraits<kTheConfig>;
+  using Options::kQuantized, Options::kBias, Options::kSpans, Options::kBesideKBytes;
   static constexpr Config kConfig = kTheConfig;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr bool kMasked = kConfig.masked;
@@ -30,33 +33,38 @@ struct KernelTraits {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kThreads = num_threads(kConfig);
 
-  static constexpr bool kQuantized = is_quantized(kElement);
-  static constexpr bool kListed = kConfig.listed;
-  static constexpr bool kSpans = kConfig.spans;
-  static constexpr bool kBias = kConfig.term == ScoreTerm::kBias;
-  static constexpr int kAtoms = row_bytes(kConfig, kHeadDim) / 128;    // per row of Q or K
-  static constexpr int kAtomsV = row_bytes(kConfig, kHeadDimV) / 128;  // per row of 16-bit V
   static constexpr int kAtomColumns = 128 / element_bytes(kElement);
+  static constexpr int kAtoms = (kHeadDim + kAtomColumns - 1) / kAtomColumns;  // per row of Q or K
+  static constexpr int kAtomsV = (kHeadDimV + kAtomColumns - 1) / kAtomColumns;  // of 16-bit V
   static constexpr int kQBytes = kBlockM * kAtoms * 128;
   static constexpr int kKBytes = kBlockN * kAtoms * 128;
-  static constexpr int kVBytes = v_tile_bytes(kConfig);
-  static constexpr int kBiasBytes = bias_tile_bytes(kConfig);
-  static constexpr int kBitTilesBytes = bit_tiles_bytes(kConfig);
-  static constexpr int kBiasAtoms = (kBlockN + 63) / 64;
+  // A V tile is laid out as K, or permuted with row sum columns (tile/permuted_v.h).
+  static constexpr int kVBytes =
+      kBlockN * (kQuantized ? kHeadDimV + kRowSumColumns : kAtomsV * 128);
   static constexpr auto strides() { return AtomMajor<kBlockN>(); }  // of K and 16-bit V
   // O accumulator registers per thread; in 8-bit kernel configs the last ones are row sums of P.
   static constexpr int kOutRegisters = (kHeadDimV + (kQuantized ? kRowSumColumns : 0)) / 2;
-  static constexpr bool kOutOverQ = out_over_q(kConfig);
-  static constexpr int kOutAtoms = out_columns_staged(kConfig) / 64;  // staged by a warp at once
+  // Whether a warp stages out over its rows of Q. It does not with one Q buffer, which must be free
+  // for the next Q as early as possible, nor with 8-bit Q, whose rows are too small, nor with
+  // spans, whose total leaves room for out.
+  static constexpr bool kOutOverQ = kQBuffers >= 2 && !kQuantized && !kSpans;
+  // Atoms of out, 64 columns of 16 bits each, that a warp stages at once: all of them over Q or
+  // over bf16 sums, else up to 2.
+  static constexpr int kAllOutAtoms = (kHeadDimV + 63) / 64;
+  static constexpr int kOutAtoms =
+      kOutOverQ || Options::kPromotesInSmem || kAllOutAtoms < 2 ? kAllOutAtoms : 2;
+  static constexpr int kStagedBytes = kSpans      ? kBlockM * Options::kSpanRowBytes
+                                      : kOutOverQ ? 0
+                                                  : kBlockM * kOutAtoms * 128;
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
-  // overlay Q), V stages, tiles of the bias or of bits, which have the stages of K.
-  static constexpr int kQOffset = shared_storage_bytes(kConfig);
+  // overlay Q; with spans over their total), V stages, and what the K stages have beside K.
+  static constexpr int kQOffset = kQuantized && kHeadDim <= 128 ? 2048 : 1024;
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
-  static constexpr int kVOffset = kOutOffset + staged_bytes(kConfig);
-  static constexpr int kBiasOffset = kVOffset + kStages * kVBytes;
-  static constexpr int kBitsOffset = kBiasOffset + kStages * kBiasBytes;
-  static constexpr int bits_offset(int stage) { return kBitsOffset + stage * kBitTilesBytes; }
+  static constexpr int kVOffset = kOutOffset + kStagedBytes;
+  static constexpr int kBesideKOffset = kVOffset + kStages * kVBytes;
+  static constexpr int beside_k_offset(int stage) { return kBesideKOffset + stage * kBesideKBytes; }
+  static constexpr int kSmemBytes = kBesideKOffset + kStages * kBesideKBytes;
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation, or it would hang.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -76,20 +84,13 @@ struct KernelTraits {
   static_assert(kBlockN / 2 + kBlockN * element_bytes(kElement) / 8 + kHeadDimV / 2 +
                     (kQuantized ? 20 : 32) <=
                 kConsumerRegisters);
-  static_assert(kQuantized || (kConfig.keys_per_descale == 0 && kConfig.promote_keys == 0));
   static_assert(kStages >= 2, "the K tile after the current one must fit beside it");
   // Under a mask the first warpgroup skips this many K tiles before its first one; it releases
   // their V tiles only afterwards.
   static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN <= kStages);
   static_assert(kOutOffset % 1024 == 0 && kVOffset % 1024 == 0);
-  static_assert(!kBias || (kBiasOffset % 1024 == 0 && !kQuantized && !kConfig.cached));
-  // With a mask a row may see no key of a block; a bias of -inf has the same effect.
-  static_assert(kMasked || !kBias);
-  static_assert(!kListed || (kMasked && !kBias && !kConfig.cached));
-  static_assert(!kListed || (kBlockM == kListRows && kBlockN % kListColumns == 0));
-  static_assert(!kSpans || (kConfig.cached && 128 % kBlockN == 0));
-  static_assert(kBitsOffset + kStages * kBitTilesBytes == smem_bytes(kConfig));
-  static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");
+  static_assert(!kBias || kBesideKOffset % 1024 == 0);
+  static_assert(kSmemBytes <= 232448, "227 KB for a CTA on compute capability 9.0");
 };
 
 // One m_block of one head; the producer writes it and the consumers read it.

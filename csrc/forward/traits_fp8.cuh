@@ -13,7 +13,7 @@ namespace flashattn3::forward {
 template <Config kConfig>
 struct QuantizedTraits : KernelTraits<kConfig> {
   using Base = KernelTraits<kConfig>;
-  using Base::kBlockN, Base::kElement, Base::kHeadDim;
+  using Base::kBlockN, Base::kBoxKeys, Base::kElement, Base::kHeadDim;
 
   static constexpr float kExponentUnit = kCodesPerOctave;  // exponents per log2 unit
   // int8: initial value of the score accumulators; the shifts of the codes are relative to it.
@@ -25,8 +25,7 @@ struct QuantizedTraits : KernelTraits<kConfig> {
   static constexpr int kLowest = kHeadDim > 128 && !kInteger ? 7 : 5;
   static constexpr int kKeysPerDescale = kConfig.keys_per_descale;
   static constexpr int kDescaleGroups = kBlockN / kKeysPerDescale;
-  // Each box of V, of so many keys, is followed by its row sum columns.
-  static constexpr int kBoxKeys = kv_box_rows(kConfig);
+  // Each box of V is followed by its row sum columns.
   static constexpr int kRowSumOffset = kBoxKeys * kHeadDim;
   static constexpr int kBoxBytes = kRowSumOffset + kBoxKeys * kRowSumColumns;
   // KV blocks between promotions of O, and promotions to bf16 before the bf16 sums are added to the
@@ -52,8 +51,9 @@ struct QuantizedStorage : Base {
 };
 
 template <Config kConfig>
-using QuantizedStorageOf = QuantizedStorage<SharedStorageOf<kConfig>, kConfig.num_stages,
-                                            QuantizedTraits<kConfig>::kDescaleGroups,
-                                            promotes_in_smem(kConfig) ? kConfig.block_m : 1>;
+using QuantizedStorageOf =
+    QuantizedStorage<SharedStorageOf<kConfig>, kConfig.num_stages,
+                     QuantizedTraits<kConfig>::kDescaleGroups,
+                     QuantizedTraits<kConfig>::kPromotesInSmem ? kConfig.block_m : 1>;
 
 }  // namespace flashattn3::forward

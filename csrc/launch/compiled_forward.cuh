@@ -13,7 +13,7 @@ ForwardKernel compiled_forward(const char* name) {
                    .head_dim = kConfig.head_dim,
                    .kernel = reinterpret_cast<const void*>(forward_kernel<kConfig>()),
                    .num_threads = forward::num_threads(kConfig),
-                   .shared_memory_bytes = forward::smem_bytes(kConfig)},
+                   .shared_memory_bytes = forward::KernelTraits<kConfig>::kSmemBytes},
           .size = forward_size<kConfig>,
           .launch = launch_forward<kConfig>};
 }

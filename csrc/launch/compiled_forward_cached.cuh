@@ -13,7 +13,7 @@ DecodeKernel compiled_forward_cached(const char* name) {
                    .head_dim = kConfig.head_dim,
                    .kernel = reinterpret_cast<const void*>(forward_kernel<kConfig>()),
                    .num_threads = forward::num_threads(kConfig),
-                   .shared_memory_bytes = forward::smem_bytes(kConfig)},
+                   .shared_memory_bytes = forward::KernelTraits<kConfig>::kSmemBytes},
           .size = cached_forward_size<kConfig>,
           .launch = launch_cached_forward<kConfig>,
           .clears_rows = true};

@@ -152,6 +152,7 @@ void set_bias_arguments(forward::BiasArguments& args, const ForwardParams& param
 
 template <forward::Config kConfig>
 auto make_forward_arguments(const ForwardParams& params) {
+  using Traits = forward::KernelTraits<kConfig>;
   const TensorMapShape k_shape{params.head_dim, params.varlen ? params.total_k : params.seqlen_k,
                                params.num_heads_kv, params.varlen ? 1 : params.batch};
   const TensorMapShape v_shape{params.head_dim_v, k_shape.seq, k_shape.heads, k_shape.batch};
@@ -159,15 +160,14 @@ auto make_forward_arguments(const ForwardParams& params) {
   typename forward::RolesOf<kConfig>::Arguments args;
   set_query_arguments<kConfig>(args, params);
   args.k = make_tensor_map("k", kConfig.dtype, params.k, params.q, k_shape, params.k_stride,
-                           forward::kv_box_rows(kConfig));
+                           Traits::kBoxKeys);
   if constexpr (kQuantized) {
     args.v = make_permuted_v_map(params.v, params.q, params.quantized.num_permuted_keys,
-                                 k_shape.heads * k_shape.batch, kConfig.head_dim,
-                                 forward::kv_box_rows(kConfig));
+                                 k_shape.heads * k_shape.batch, kConfig.head_dim, Traits::kBoxKeys);
     args.quantized = quantized_arguments(params);
   } else {
     args.v = make_tensor_map("v", kConfig.dtype, params.v, params.q, v_shape, params.v_stride,
-                             forward::kv_box_rows(kConfig));
+                             Traits::kBoxKeys);
   }
   args.seqlens_k = seqlens_k_of(params);
   // Without keys, kernels load none, whatever positions_k holds.
@@ -195,7 +195,7 @@ void launch_forward(const char* name, const ForwardParams& params, cudaStream_t 
   check_lists(name, kConfig.listed, params.lists);
   const auto args = make_forward_arguments<kConfig>(params);
   constexpr auto kKernel = forward_kernel<kConfig>();
-  constexpr int kSharedBytes = forward::smem_bytes(kConfig);
+  constexpr int kSharedBytes = forward::KernelTraits<kConfig>::kSmemBytes;
   allow_shared_memory<kKernel>(kSharedBytes);
   const unsigned num_ctas = num_persistent_ctas(params, args.scheduler.num_tiles);
   launch_kernel(name, "", kKernel, {num_ctas, forward::num_threads(kConfig), kSharedBytes}, stream,

@@ -125,7 +125,7 @@ void launch_cached_forward(const char* name, const DecodeParams& params, cudaStr
   args.scheduler.tile_semaphore = semaphore;
   if (semaphore != nullptr) args.scheduler.tile_counter = nullptr;
   constexpr auto kKernel = forward_kernel<kConfig>();
-  constexpr int kSharedBytes = forward::smem_bytes(kConfig);
+  constexpr int kSharedBytes = forward::KernelTraits<kConfig>::kSmemBytes;
   allow_shared_memory<kKernel>(kSharedBytes);
   const unsigned num_ctas = num_persistent_ctas(forward, args.scheduler.num_tiles);
   launch_kernel(name, "", kKernel, {num_ctas, forward::num_threads(kConfig), kSharedBytes}, stream,
