@@ -131,18 +131,18 @@ def stack_bytes(capability):
 
     found = {}
     of_blocks = ("i32",) * 4, (None, "i32", None, None)
-    for (name, (mask_mod, has_code)), lists in zip(MODS.items(), cycle(of_blocks)):
-        if has_code:
-            code = code_of(mask_mod, DEVICE)
-            dtypes = tuple(x.dtype for x in code.tensors)
-            num_numbers = len(code.numbers)
-            launch = triton_lists._launch_of_code(
-                code.lines, code.seen, dtypes, num_numbers, lists, None
-            )
-            types = (*(TYPES[x] for x in dtypes), *lists, "i64", "i8")
-            numbers = 1, 8192, 8192, 128, 128, 64, 64, *code.numbers
-            compiled = compile_kernel(launch.sample(types, (), numbers), capability)
-            found[name] = resources(compiled).stack_bytes if lists[0] else -1
+    coded = [(name, mask_mod) for name, (mask_mod, has_code) in MODS.items() if has_code]
+    for (name, mask_mod), lists in zip(coded, cycle(of_blocks)):
+        code = code_of(mask_mod, DEVICE)
+        dtypes = tuple(x.dtype for x in code.tensors)
+        num_numbers = len(code.numbers)
+        launch = triton_lists._launch_of_code(
+            code.lines, code.seen, dtypes, num_numbers, lists, None
+        )
+        types = (*(TYPES[x] for x in dtypes), *lists, "i64", "i8")
+        numbers = 1, 8192, 8192, 128, 128, 64, 64, *code.numbers
+        compiled = compile_kernel(launch.sample(types, (), numbers), capability)
+        found[name] = resources(compiled).stack_bytes if lists[0] else -1
     return found
 
 
