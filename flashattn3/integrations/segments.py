@@ -30,7 +30,7 @@ the device, whatever the number of masks and layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock, get_ident
 from typing import NamedTuple
 
@@ -326,7 +326,7 @@ def _checked(mask: Tensor, batch: int) -> Segments | None:
     with _lock:
         reading = _readings.get(mask)
         if reading is None:
-            known = [of for of, found in _readings.items() if type(found) is _Reading]
+            known = [of for of, found in _known_masks() if type(found) is _Reading]
             if any(of.shape == mask.shape for of in known):
                 return None
         if type(reading) is not _Reading:
@@ -342,10 +342,19 @@ def _checked(mask: Tensor, batch: int) -> Segments | None:
     return whole if filled == batch else segments
 
 
+def _known_masks() -> Iterator[tuple[Tensor, _Reading | _Unread]]:
+    """The masks that live, and what was read in them. A list of the references is made at once:
+    masks of other threads end meanwhile, and with them their entries."""
+    for reference in _readings.keyrefs():
+        mask = reference()
+        if mask is not None:
+            yield mask, _readings[mask]
+
+
 def _read_masks(device: torch.device) -> None:
     """Read this thread's masks on the device that no layer has read, in one wait for it."""
     own = _Unread(get_ident())
-    unread = [m for m, reading in _readings.items() if reading == own and m.device == device]
+    unread = [m for m, reading in _known_masks() if reading == own and m.device == device]
     numbers = torch.stack([_numbers_of(mask) for mask in unread]).tolist()
     for mask, (fault, end, filled) in zip(unread, numbers, strict=True):
         message = next((text for i, text in enumerate(FAULTS) if fault >> i & 1), None)
