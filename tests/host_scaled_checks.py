@@ -354,7 +354,7 @@ def check_lse_of_8_bits(host):
 
 
 def check_python_work_of_8_bits(host):
-    """As in tests/test_host_work.py, a quarter above the counts."""
+    """Calls of Python are counted as in tests/test_host_work.py; bounds are a quarter above."""
     with quantization(), torch.no_grad():
         call = rotary_call()
         sides = rotate_and_quantize(**call)

@@ -279,7 +279,7 @@ def test_what_is_swept_is_launched_on_another_chip(chip):
 
 
 def assert_alike(launch, other) -> None:
-    """What is compiled differs in the chip alone."""
+    """The two launches compile the same kernel, but for their chips."""
     options, others = ({**of.options, "arch": None} for of in (launch, other))
     assert (launch.constants, options) == (other.constants, others)
 

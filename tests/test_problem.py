@@ -34,7 +34,7 @@ def dense(**changes):
     return lambda: flash_attn_func(**{**arguments, **changes})
 
 
-# Of several arguments; those of one are in test_odd_calls.py.
+# Calls whose arguments do not fit together; test_odd_calls.py has those with one wrong argument.
 VALUE_ERRORS = [
     ({"q": zeros(2, 8, 4, 0), "k": zeros(2, 8, 2, 0)}, "q.shape[-1] must be at least 1, got 0"),
     (
