@@ -37,8 +37,6 @@ class BlockScaled:
     gradient: where attention leaves the gradient of the values, at the values that are stored: a
         tensor of this shape that requires one, of any strides, whose numbers are not read. None: a
         constant.
-    form: block, hadamard, layout and, with layout "permuted", which pads it, the head dim: all but
-        tensors that a plan depends on.
 
     Raises: TypeError, ValueError.
     """
@@ -52,7 +50,6 @@ class BlockScaled:
     shape: torch.Size = field(default=None)  # default data.shape: never None after __init__
     mean: Tensor | None = None
     gradient: Tensor | None = None
-    form: tuple[int, bool, str, int | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in _TENSORS:
@@ -65,9 +62,6 @@ class BlockScaled:
         if shape is None:
             raise value_error("BlockScaled", "shape", "given with layout 'permuted'", None)
         object.__setattr__(self, "shape", torch.Size(shape))
-        head_dim = self.shape[-1] if self.layout == "permuted" else None
-        form = self.block, self.hadamard, self.layout, head_dim
-        object.__setattr__(self, "form", form)
         if self.gradient is not None and self.gradient.shape != self.shape:
             found = tuple(self.gradient.shape)
             raise value_error("BlockScaled", "gradient.shape", tuple(self.shape), found)
@@ -75,6 +69,13 @@ class BlockScaled:
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+    @property
+    def form(self) -> tuple[int, bool, str, int | None]:
+        """block, hadamard, layout and, with layout "permuted", which pads it, the head dim: all but
+        tensors that a plan depends on."""
+        head_dim = self.shape[-1] if self.layout == "permuted" else None
+        return self.block, self.hadamard, self.layout, head_dim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +140,6 @@ def of_own_tensors(
     values["data"], values["descale"], values["cu_seqlens"] = data, descale, cu_seqlens
     values["block"], values["hadamard"], values["layout"] = block, hadamard, layout
     values["shape"], values["mean"], values["gradient"] = shape, mean, gradient
-    values["form"] = block, hadamard, layout, shape[-1] if layout == "permuted" else None
     return made
 
 

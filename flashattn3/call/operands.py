@@ -266,10 +266,9 @@ def normalised(
 
 
 def _scaled(x: BlockScaled) -> Scaled:
-    head_dim = x.shape[-1] if x.layout == "permuted" else None
     if x.descale.numel() == 0:  # there are no tokens
-        return Scaled(x.data, None, None, x.hadamard, x.layout, head_dim, x.mean)
-    return Scaled(x.data, x.descale, x.block, x.hadamard, x.layout, head_dim, x.mean)
+        return Scaled(x.data, None, None, *x.form[1:], x.mean)
+    return Scaled(x.data, x.descale, *x.form, x.mean)
 
 
 def _with_descale(x: Tensor, descale: Tensor | None) -> Tensor | Scaled:
