@@ -25,13 +25,15 @@ def use_cached_calls() -> None:
     cached_plans.is_checked = lambda device: False
 
 
-def events_of(host, call) -> list[list]:
-    """Return what a call passes to the driver, in order: a name and numbers for each event."""
+def events_of(host, call, allocations=False) -> list[list]:
+    """Return what a call passes to the driver, in order: a name and numbers for each event.
+    allocations: what it asks torch for as well."""
     host.host_log(True)
     call()
     events = [line.split() for line in host.host_events().decode().splitlines()]
     host.host_log(False)
-    return [[name, *map(int, numbers)] for name, *numbers in events]
+    events = [[name, *map(int, numbers)] for name, *numbers in events]
+    return events if allocations else [event for event in events if event != ["allocate"]]
 
 
 def mixed_call(longest: int) -> partial:
@@ -62,6 +64,16 @@ def check_short_sequences_beside_long_ones(host):
     assert forward[:3] == ["launch", 104, 512]
     prepare[1] = forward[1] = 100
     assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
+
+
+def check_the_side_stream_forks_behind_allocations(host):
+    """Where torch is deterministic it fills new memory, on the stream of the caller."""
+    call = mixed_call(250)
+    call()
+    first, *events = [name for name, *_ in events_of(host, call, allocations=True)]
+    fork = events.index("record")
+    # out, the order of the forward kernel's work tiles, the parts of the decode kernel
+    assert [first, *events[:fork]] == ["allocate"] * 3 and "allocate" not in events[fork:], events
 
 
 def check_the_side_stream(host):

@@ -31,23 +31,33 @@ inline LaunchSize size_of(const CachedProblem& problem, const DecodeKernel& kern
   return kernel.size(kernel.info.name, params);
 }
 
-// Memory that a launch needs besides its tensors. It lives until the launch is enqueued.
+// Memory that a launch needs besides its tensors and counters. It lives until the launch is
+// enqueued.
 struct LaunchMemory {
-  std::optional<Tensor> workspace, counters, widened;
-  StreamCounters of_stream;
+  std::optional<Tensor> workspace, widened;
 
-  // Allocates what the kernel needs and sets it in params.
+  // Allocates what the kernel needs, in the order of torch's current stream, and sets it in params.
   LaunchMemory(const CachedProblem& problem, const DecodeKernel& kernel, DecodeParams& params,
-               int device, cudaStream_t stream)
-      : workspace(new_workspace(size_of(problem, kernel, params).workspace_bytes, device)),
-        of_stream(device, stream) {
+               int device)
+      : workspace(new_workspace(size_of(problem, kernel, params).workspace_bytes, device)) {
     if (is_widened(problem, kernel)) widened = new_workspace(widened_bytes(params), device);
     if (workspace) params.workspace = workspace->data_ptr();
+  }
+};
+
+// Counters of a launch on a stream, until it is enqueued.
+struct LaunchCounters {
+  std::optional<Tensor> own;
+  StreamCounters of_stream;
+
+  // Sets them in params.
+  LaunchCounters(DecodeParams& params, int device, cudaStream_t stream)
+      : of_stream(device, stream) {
     params.counters = of_stream.get();
     if (params.counters != nullptr) return;
     constexpr int64_t kBytes = sizeof(decode::Counters);
-    counters = new_tensor<1>({kBytes}, aoti_torch_dtype_uint8(), device);
-    params.counters = static_cast<decode::Counters*>(counters->data_ptr());
+    own = new_tensor<1>({kBytes}, aoti_torch_dtype_uint8(), device);
+    params.counters = static_cast<decode::Counters*>(own->data_ptr());
     check_cuda(cudaMemsetAsync(params.counters, 0, kBytes, stream), "clearing counters");
   }
 };
@@ -83,18 +93,19 @@ inline void launch_mixed(const CachedLaunch& prepared, ByteDecodeParams params, 
     of_short.num_sms = std::max(1, params.num_sms * 5 / 8);
     of_short.leaves_sms = true;
   }
-  // Memory of both kernels is allocated, and reused by later calls, in the order of `stream`, so
-  // the side stream is joined before it is released, also after an exception.
-  std::optional<LaunchMemory> memory_of_long, memory_of_short;
+  // Memory of both kernels is allocated, filled where torch is deterministic, and reused by later
+  // calls in the order of `stream`. So the side stream forks behind the allocations, and is joined
+  // before the memory is released, also after an exception.
+  const LaunchMemory memory_of_long(problem, for_long, params, device);
+  const LaunchMemory memory_of_short(problem, for_short, of_short, device);
   std::optional<SideStream> side;
-  // Before the counters are looked up: a capture has its own, and the fork makes the side stream a
-  // part of it.
   if (beside) side.emplace(device, stream);
   const cudaStream_t stream_of_short = beside ? side->get() : stream;
-  memory_of_long.emplace(problem, for_long, params, device, stream);
-  memory_of_short.emplace(problem, for_short, of_short, device, stream_of_short);
-  launch(problem, for_short, of_short, *memory_of_short, stream_of_short);
-  launch(problem, for_long, params, *memory_of_long, stream);
+  // Looked up behind the fork, which makes the side stream a part of a capture: that has its own.
+  const LaunchCounters of_stream(params, device, stream);
+  const LaunchCounters of_side(of_short, device, stream_of_short);
+  launch(problem, for_short, of_short, memory_of_short, stream_of_short);
+  launch(problem, for_long, params, memory_of_long, stream);
   if (beside) side->join();
 }
 

@@ -235,12 +235,12 @@ Tensor run_checked_decode(const CachedLaunch& prepared, const DecodeCall& call,
   const Tensor out = given ? *given : new_rows(call, problem.head_dim_v);
   ByteDecodeParams params = make_params(problem, call, out);
   params.pdl = true;
-  std::optional<LaunchMemory> memory;
   if (call.varlen() && problem.short_config >= 0) {
     launch_mixed(prepared, params, device, stream);
   } else {
-    memory.emplace(problem, kernel, params, device, stream);
-    launch(problem, kernel, params, *memory, stream);
+    const LaunchMemory memory(problem, kernel, params, device);
+    const LaunchCounters counters(params, device, stream);
+    launch(problem, kernel, params, memory, stream);
   }
   if (kernel.clears_rows && !call.scheduler_metadata) return out;
   launch_fill_rows(params,

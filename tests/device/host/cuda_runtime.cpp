@@ -6,6 +6,7 @@
 // before torch's own (-Bsymbolic).
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
@@ -21,8 +22,8 @@
 
 namespace {
 
-// Two lines for each TMA descriptor, one for each launch and event of a stream (1: not torch's),
-// and one for the arguments of a kernel of cached calls, while it is on.
+// Two lines for each TMA descriptor, one for each launch, event of a stream (1: not torch's) and
+// allocation of a tensor, and one for the arguments of a kernel of cached calls, while it is on.
 bool logging = false;
 std::string events;
 int stream_priority = 0;
@@ -88,6 +89,14 @@ int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
 AOTITorchError aoti_torch_cuda_view_dtype(AtenTensorHandle self, int32_t dtype,
                                           AtenTensorHandle* view) {
   return aoti_torch_cpu_view_dtype(self, dtype, view);
+}
+AOTITorchError aoti_torch_empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides,
+                                        int32_t dtype, int32_t device_type, int32_t device,
+                                        AtenTensorHandle* tensor) {
+  static const auto allocate = reinterpret_cast<decltype(&aoti_torch_empty_strided)>(
+      dlsym(RTLD_NEXT, "aoti_torch_empty_strided"));
+  log("allocate\n");
+  return allocate(rank, sizes, strides, dtype, device_type, device, tensor);
 }
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = nullptr;
