@@ -17,12 +17,6 @@
 
 namespace flashattn3 {
 
-// Sizes of up to five axes, without memory from the heap.
-struct Shape {
-  int rank;
-  int64_t size[5];
-};
-
 // The tensors that both passes read, arguments of every attention operator: FLASHATTN3_SCHEMA, and
 // those that change scores, FLASHATTN3_SCORES. varlen: the cu_seqlens are given. bhsd: q, k and v
 // have their heads before their tokens; not with varlen.
@@ -88,6 +82,9 @@ void check_results(const char* function, const AttentionProblem& problem, const 
 // bytes). In memory each row follows the row before it, whatever the axes.
 Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
                 int64_t columns, int32_t dtype, int device);
+
+// Allocates lse, dense, for a call that returns it.
+std::optional<Tensor> new_lse(const AttentionProblem& problem, bool returns_lse, int device);
 
 // Fills everything but v_stride, tile_counter and the extra arguments of 8-bit kernels.
 // varlen_schedule: its memory, or null.

@@ -70,8 +70,8 @@ Tensor copied(const Tensor& tensor) {
   const int32_t dtype = dtype_of(tensor);
   const auto size = [&](int axis) { return tensor.size(axis); };
   const Tensor copy = tensor.dim() == 3
-                          ? new_tensor<3>({size(0), size(1), size(2)}, dtype, device)
-                          : new_tensor<4>({size(0), size(1), size(2), size(3)}, dtype, device);
+                          ? new_tensor({3, {size(0), size(1), size(2)}}, dtype, device)
+                          : new_tensor({4, {size(0), size(1), size(2), size(3)}}, dtype, device);
   check_torch(aoti_torch_copy_(copy.get(), tensor.get(), 0), "copying a tensor");
   return copy;
 }

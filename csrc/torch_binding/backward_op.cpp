@@ -118,8 +118,8 @@ void run(const BackwardKernel& kernel, const AttentionProblem& problem, const Ba
   if (dbias) {
     params.dbias = dbias->data_ptr();
     if (num_bias_terms(params.forward) > 2) {
-      ds = new_tensor<4>({problem.batch, problem.num_heads_q, problem.seqlen_q, dbias->size(3)},
-                         dtype_of(*dbias), device);
+      ds = new_tensor({4, {problem.batch, problem.num_heads_q, problem.seqlen_q, dbias->size(3)}},
+                      dtype_of(*dbias), device);
       params.ds = ds->data_ptr();
     }
   }
@@ -183,11 +183,11 @@ Gradients run_backward(const char* function, const AttentionLaunch& launch,
   };
   std::optional<Tensor> dsinks, dbias;
   if (const auto& sinks = call.tensors.sinks) {
-    dsinks = new_tensor<1>({problem.num_heads_q}, dtype_of(*sinks), device);
+    dsinks = new_tensor({1, {problem.num_heads_q}}, dtype_of(*sinks), device);
   }
   if (const auto& bias = call.tensors.bias; bias && call.with_dbias) {
     const int64_t row = bias_pitch(problem.seqlen_k);
-    dbias = new_tensor<4>({bias->size(0), bias->size(1), bias->size(2), row}, dtype, device);
+    dbias = new_tensor({4, {bias->size(0), bias->size(1), bias->size(2), row}}, dtype, device);
   }
   const Gradients gradients{
       .dq = gradient_of(problem.total_q, problem.num_heads_q, problem.head_dim),

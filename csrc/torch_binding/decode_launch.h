@@ -56,7 +56,7 @@ struct LaunchCounters {
     params.counters = of_stream.get();
     if (params.counters != nullptr) return;
     constexpr int64_t kBytes = sizeof(decode::Counters);
-    own = new_tensor<1>({kBytes}, aoti_torch_dtype_uint8(), device);
+    own = new_tensor({1, {kBytes}}, aoti_torch_dtype_uint8(), device);
     params.counters = static_cast<decode::Counters*>(own->data_ptr());
     check_cuda(cudaMemsetAsync(params.counters, 0, kBytes, stream), "clearing counters");
   }

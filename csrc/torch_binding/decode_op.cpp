@@ -208,8 +208,8 @@ Tensor new_rows(const DecodeCall& call, int64_t columns) {
   const int64_t total = call.total_q(), heads = call.num_heads_q();
   const int32_t dtype = dtype_of(call.q);
   const int device = call.q.get_device_index();
-  return call.varlen() ? new_tensor<3>({total, heads, columns}, dtype, device)
-                       : new_tensor<4>({call.batch(), total, heads, columns}, dtype, device);
+  return call.varlen() ? new_tensor({3, {total, heads, columns}}, dtype, device)
+                       : new_tensor({4, {call.batch(), total, heads, columns}}, dtype, device);
 }
 
 void check_decode(const CachedLaunch& launch, const DecodeCall& call,

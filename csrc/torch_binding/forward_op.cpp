@@ -135,11 +135,16 @@ void check_results(const char* function, const AttentionProblem& problem, const 
 Tensor new_rows(const AttentionProblem& problem, const Axes& axes, int64_t tokens, int64_t heads,
                 int64_t columns, int32_t dtype, int device) {
   const int64_t whole = (columns + 7) / 8 * 8, row = heads * whole;
-  if (problem.varlen) return new_tensor<3>({tokens, heads, whole}, dtype, device);
+  if (problem.varlen) return new_tensor({3, {tokens, heads, whole}}, dtype, device);
   std::array<int64_t, 4> sizes{problem.batch, 0, 0, whole}, strides{tokens * row, 0, 0, 1};
   sizes[axes.rows] = tokens, strides[axes.rows] = row;
   sizes[axes.heads] = heads, strides[axes.heads] = whole;
   return new_strided(sizes, strides, dtype, device);
+}
+
+std::optional<Tensor> new_lse(const AttentionProblem& problem, bool returns_lse, int device) {
+  if (!returns_lse) return {};
+  return new_tensor(lse_shape(problem), aoti_torch_dtype_float32(), device);
 }
 
 ForwardParams make_params(const AttentionProblem& problem, const CallTensors& tensors,
@@ -173,7 +178,7 @@ std::optional<Tensor> new_varlen_schedule(const AttentionProblem& problem, int d
 
 std::optional<Tensor> new_workspace(int64_t bytes, int device) {
   if (bytes == 0) return std::nullopt;
-  return new_tensor<1>({(bytes + 3) / 4}, aoti_torch_dtype_float32(), device);
+  return new_tensor({1, {(bytes + 3) / 4}}, aoti_torch_dtype_float32(), device);
 }
 
 int device_of(const char* function, const CallTensors& tensors) {
@@ -319,12 +324,7 @@ ForwardResults run_forward(const char* function, const AttentionLaunch& launch,
   const int64_t rows = problem.total_q, heads = problem.num_heads_q;
   const Tensor out =
       new_rows(problem, axes_of(problem), rows, heads, problem.head_dim_v, dtype, device);
-  const int32_t fp32 = aoti_torch_dtype_float32();
-  std::optional<Tensor> lse;
-  if (call.returns_lse) {
-    lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
-                         : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
-  }
+  const std::optional<Tensor> lse = new_lse(problem, call.returns_lse, device);
   run(kernel, problem, call, out, lse, device);
   return {out, lse};
 }

@@ -1,5 +1,4 @@
 // The operator that returns the resources of the compiled kernels, for doctor and the tests.
-#include <array>
 #include <tuple>
 #include <vector>
 
@@ -15,8 +14,8 @@ namespace {
 std::tuple<Tensor> kernel_info_op() {
   const std::vector<KernelInfo> kernels = kernel_info();
   constexpr int64_t kFields = 6;
-  const std::array sizes{static_cast<int64_t>(kernels.size()), kFields};
-  const Tensor result = new_tensor(sizes, aoti_torch_dtype_int64(), kCpu);
+  const Shape shape{2, {static_cast<int64_t>(kernels.size()), kFields}};
+  const Tensor result = new_tensor(shape, aoti_torch_dtype_int64(), kCpu);
   int64_t* next = static_cast<int64_t*>(result.data_ptr());
   for (const KernelInfo& kernel : kernels) {
     for (const int field : {kernel.num_threads, kernel.shared_memory_bytes, kernel.num_registers,

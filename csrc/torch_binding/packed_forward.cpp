@@ -59,13 +59,7 @@ ForwardResults run_kept_forward(const char* function, const KeptPasses& kept, Fo
   const AttentionProblem& problem = kept.forward.problem;
   const CallTensors& tensors = forward.tensors;
   DecodeCall call = problem.varlen ? varlen_call(problem, tensors) : dense_call(tensors);
-  const int64_t heads = problem.num_heads_q, rows = problem.total_q;
-  const int32_t fp32 = aoti_torch_dtype_float32();
-  const int device = device_of(function, tensors);
-  if (forward.returns_lse) {
-    call.lse = problem.varlen ? new_tensor<2>({heads, rows}, fp32, device)
-                              : new_tensor<3>({problem.batch, heads, rows}, fp32, device);
-  }
+  call.lse = new_lse(problem, forward.returns_lse, device_of(function, tensors));
   const Tensor out = run_decode(*kept.packed, call, {});
   return {out, call.lse};
 }

@@ -94,7 +94,7 @@ constexpr int64_t kWords = (sizeof(Launch) + 7) / 8;
 template <class Launch>
 Tensor kept(const Launch& launch) {
   static_assert(std::is_trivially_copyable_v<Launch>);
-  const Tensor tensor = new_tensor<1>({kWords<Launch>}, aoti_torch_dtype_int64(), kCpu);
+  const Tensor tensor = new_tensor({1, {kWords<Launch>}}, aoti_torch_dtype_int64(), kCpu);
   std::memcpy(tensor.data_ptr(), &launch, sizeof(launch));
   return tensor;
 }

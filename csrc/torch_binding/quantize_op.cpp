@@ -60,8 +60,8 @@ std::tuple<Tensor> sample_mean_of(Tensor x, std::optional<Tensor> cu_seqlens, in
   const ElementType dtype = sixteen_bit_type(kName, x);
   const int device = x.get_device_index();
   const DeviceGuard guard(device);
-  const Tensor mean = new_tensor<3>({rows.batch, rows.num_heads, rows.head_dim},
-                                    aoti_torch_dtype_float32(), device);
+  const Tensor mean = new_tensor({3, {rows.batch, rows.num_heads, rows.head_dim}},
+                                 aoti_torch_dtype_float32(), device);
   const SampleParams params{.x = rows, .mean = static_cast<float*>(mean.data_ptr())};
   launch_sample_mean(params, dtype, current_stream(device));
   return {mean};

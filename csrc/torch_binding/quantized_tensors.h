@@ -37,41 +37,21 @@ inline TokenTensor token_tensor(const char* function, const Tensor& tensor,
           .cu_seqlens = indices(cu_seqlens)};
 }
 
-// Sizes of a dense tensor.
-struct Sizes {
-  size_t rank;
-  std::array<int64_t, 5> size;
-
-  int64_t count() const {
-    int64_t product = 1;
-    for (size_t i = 0; i < rank; ++i) product *= size[i];
-    return product;
-  }
-};
-
-inline Sizes sizes_of_rows(const TokenTensor& rows) {
+inline Shape sizes_of_rows(const TokenTensor& rows) {
   if (rows.cu_seqlens != nullptr) return {3, {rows.total, rows.num_heads, rows.head_dim}};
   return {4, {rows.batch, rows.seqlen, rows.num_heads, rows.head_dim}};
 }
 
-inline Sizes sizes_of_permuted_v(const TokenTensor& rows) {
+inline Shape sizes_of_permuted_v(const TokenTensor& rows) {
   const int64_t groups = num_permuted_keys(rows) / kCoreRowKeys,
                 columns = padded_columns(rows.head_dim);
   if (rows.cu_seqlens != nullptr) return {4, {rows.num_heads, groups, columns, kCoreRowKeys}};
   return {5, {rows.batch, rows.num_heads, groups, columns, kCoreRowKeys}};
 }
 
-// A dense tensor in the memory of another one with one axis, from an element on.
-inline Tensor view_of(const Tensor& memory, const Sizes& sizes, int64_t first = 0) {
-  std::array<int64_t, 5> strides;
-  int64_t stride = 1;
-  for (size_t i = sizes.rank; i-- > 0; stride *= sizes.size[i]) strides[i] = stride;
-  return view_of(memory, {sizes.size.data(), sizes.rank}, {strides.data(), sizes.rank}, first);
-}
-
 inline Tensor new_permuted_v(const TokenTensor& rows, int device) {
-  const Sizes sizes = sizes_of_permuted_v(rows);
-  return view_of(new_tensor<1>({sizes.count()}, aoti_torch_dtype_float8_e4m3fn(), device), sizes);
+  const Shape sizes = sizes_of_permuted_v(rows);
+  return view_of(new_tensor({1, {sizes.count()}}, aoti_torch_dtype_float8_e4m3fn(), device), sizes);
 }
 
 inline ElementType sixteen_bit_type(const char* function, const Tensor& x) {
@@ -135,7 +115,7 @@ std::array<Quantized, kCount> quantize_all(const char* function, const Source (&
                                            Memory memory = Memory::kOfEach) {
   expect(block >= 1, function, "block", "64, 128 or 256", block);
   const bool together = memory == Memory::kOfAll;
-  Sizes of_data[kCount], of_descale[kCount];
+  Shape of_data[kCount], of_descale[kCount];
   int64_t first_byte[kCount], first_descale[kCount], bytes = 0, number = 0;
   for (size_t i = 0; i < kCount; ++i) {
     const auto& [rows, form] = sources[i];
@@ -148,13 +128,13 @@ std::array<Quantized, kCount> quantize_all(const char* function, const Source (&
   }
   constexpr int64_t kDescaleBytes = sizeof(float);
   const int64_t before = together ? bytes / kDescaleBytes : 0;
-  const Tensor descales = new_tensor<1>({before + number}, aoti_torch_dtype_float32(), device);
+  const Tensor descales = new_tensor({1, {before + number}}, aoti_torch_dtype_float32(), device);
   const auto quantized = [&](size_t i) -> Quantized {
     const auto& [rows, form] = sources[i];
     const int64_t heads = rows.num_heads;
     const int32_t to = form.int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn();
     const Tensor bytes_of_data =
-        together ? view_as(descales, to) : new_tensor<1>({of_data[i].count()}, to, device);
+        together ? view_as(descales, to) : new_tensor({1, {of_data[i].count()}}, to, device);
     const Tensor data = view_of(bytes_of_data, of_data[i], first_byte[i]);
     const Tensor descale = view_of(descales, of_descale[i], before + first_descale[i]);
     return {

@@ -29,6 +29,26 @@ inline void check_torch(AOTITorchError status, const char* what) {
   if (status != AOTI_TORCH_SUCCESS) fail(what, "torch reported an error");
 }
 
+// Sizes of up to five axes, without memory from the heap.
+struct Shape {
+  int rank;
+  int64_t size[5];
+
+  std::span<const int64_t> sizes() const { return {size, static_cast<size_t>(rank)}; }
+  int64_t count() const {
+    int64_t product = 1;
+    for (int64_t axis : sizes()) product *= axis;
+    return product;
+  }
+  // Of a dense tensor.
+  std::array<int64_t, 5> strides() const {
+    std::array<int64_t, 5> found;
+    int64_t stride = 1;
+    for (int i = rank; i-- > 0; stride *= size[i]) found[i] = stride;
+    return found;
+  }
+};
+
 // Makes a device current in this library's own CUDA runtime; the destructor restores the previous
 // one.
 class DeviceGuard {
@@ -132,6 +152,12 @@ inline Tensor view_of(const Tensor& tensor, std::span<const int64_t> sizes,
   return Tensor(view);
 }
 
+// The same, dense.
+inline Tensor view_of(const Tensor& tensor, const Shape& shape, int64_t first = 0) {
+  const auto strides = shape.strides();
+  return view_of(tensor, shape.sizes(), {strides.data(), shape.sizes().size()}, first);
+}
+
 // A view of a dense tensor on a GPU, with one axis, as elements of another dtype.
 inline Tensor view_as(const Tensor& tensor, int32_t dtype) {
   if (aoti_torch_cuda_view_dtype == nullptr) fail("this torch", "is built without CUDA");
@@ -148,26 +174,23 @@ constexpr int kCpu = -1;
                                       int32_t device_type, int device);
 
 // Allocates an uninitialised tensor on a GPU, or with kCpu on the CPU.
-template <size_t kRank>
-Tensor new_strided(const std::array<int64_t, kRank>& sizes,
-                   const std::array<int64_t, kRank>& strides, int32_t dtype, int device) {
+inline Tensor new_strided(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                          int32_t dtype, int device) {
   const int32_t type =
       device == kCpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
   const int index = device == kCpu ? 0 : device;
   AtenTensorHandle handle = nullptr;
   const AOTITorchError status =
-      aoti_torch_empty_strided(kRank, sizes.data(), strides.data(), dtype, type, index, &handle);
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               dtype, type, index, &handle);
   if (status != AOTI_TORCH_SUCCESS) throw_of_allocation(sizes, dtype, type, index);
   return Tensor(handle);
 }
 
 // The same, dense.
-template <size_t kRank>
-Tensor new_tensor(const std::array<int64_t, kRank>& sizes, int32_t dtype, int device) {
-  std::array<int64_t, kRank> strides;
-  int64_t stride = 1;
-  for (size_t i = kRank; i-- > 0; stride *= sizes[i]) strides[i] = stride;
-  return new_strided(sizes, strides, dtype, device);
+inline Tensor new_tensor(const Shape& shape, int32_t dtype, int device) {
+  const auto strides = shape.strides();
+  return new_strided(shape.sizes(), {strides.data(), shape.sizes().size()}, dtype, device);
 }
 
 inline const int32_t* indices(const std::optional<Tensor>& tensor) {
