@@ -14,6 +14,7 @@ from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_BOOLS = (torch.bool,)
 
 
 def checked_length(function: str, name: str, value: object) -> int:
@@ -36,10 +37,11 @@ def checked_tensor(
     """A tensor of integers or, if boolean, of bools, with one of the ranks. axes: in words."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         raise type_error(function, name, f"a torch.Tensor {axes}", shown(x))
-    expect(x.ndim in ranks, function, f"{name}.shape", axes, tuple(x.shape))
-    legal = (torch.bool,) if boolean else _INTEGERS
-    wanted = "torch.bool" if boolean else f"one of {_INTEGERS}"
-    expect(x.dtype in legal, function, f"{name}.dtype", wanted, x.dtype)
+    if x.ndim not in ranks:
+        raise value_error(function, f"{name}.shape", axes, tuple(x.shape))
+    if x.dtype not in (_BOOLS if boolean else _INTEGERS):
+        wanted = "torch.bool" if boolean else f"one of {_INTEGERS}"
+        raise value_error(function, f"{name}.dtype", wanted, x.dtype)
     return x
 
 

@@ -8,6 +8,7 @@ aligned addresses is launched directly, without Triton's inspection of every arg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import mul
@@ -15,7 +16,7 @@ from operator import mul
 import torch
 from triton.compiler import CompiledKernel
 
-from .launch import Launch, is_elementwise, stride_unit
+from .launch import Launch, is_elementwise, starter, stride_unit
 
 
 @dataclass
@@ -33,7 +34,7 @@ class VariableLaunch:
     options: dict[str, object]
     elementwise: dict[str, object] = field(default_factory=dict)
     num_row_strides: int | None = None
-    _compiled: dict[tuple, CompiledKernel] = field(default_factory=dict, init=False)
+    _starters: dict[tuple, Callable] = field(default_factory=dict, init=False)
 
     def __call__(
         self,
@@ -50,16 +51,15 @@ class VariableLaunch:
         for address in addresses[: self.num_specialized]:
             misaligned |= address or 0
         key = None if misaligned & 15 else _properties(strides, self.num_row_strides)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            values = self.constants.values()
-            compiled[grid](*addresses, *strides, *numbers, *values)
+        start = self._starters.get(key)
+        if start is not None:
+            start(grid, *addresses, *strides, *numbers, *self.constants.values())
             return
         constants = self._constants_of(strides, key is not None)
         launched = self.kernel[grid](*tensors, *strides, *numbers, **constants, **self.options)
         # The interpreter compiles nothing.
         if key is not None and isinstance(launched, CompiledKernel):
-            self._compiled[key] = launched
+            self._starters[key] = starter(launched)
 
     def sample(
         self, tensor_types: tuple[str | None, ...], strides: tuple[int, ...], numbers: tuple
