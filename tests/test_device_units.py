@@ -138,7 +138,7 @@ EMULATIONS = {
     "random cached forward": ("forward", ("--random", "12"), 2, 12, None),
     "random spans of keys": ("span", ("--random", "32"), 6, 32, None),
     "forward, masks as lists": ("forward", ("--only", "lists"), 12, 12, None),
-    "backward, masks as lists": ("backward", ("--only", "lists", "--steps", "150"), 13, 13, None),
+    "backward, masks as lists": ("backward", ("--only", "lists", "--steps", "150"), 17, 17, None),
     # Short problems of every kernel config, and longer ones of 192 columns.
     "backward": ("backward", ("--steps", "16"), 6, 999, None),
     "backward d192": ("backward", ("--only", "d192", "--steps", "100"), 6, 999, None),

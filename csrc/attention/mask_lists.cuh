@@ -127,6 +127,14 @@ struct ThreadBits {
     word[block][0][0] = word[block][0][1] = word[block][1][0] = word[block][1][1] = bits;
   }
 
+  // The first num_rows rows, counted from the thread's first one, see all columns of a block.
+  __device__ __forceinline__ void fill_rows(int block, int num_rows) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      word[block][r][0] = word[block][r][1] = kRowStride * r < num_rows ? ~0u : 0u;
+    }
+  }
+
   // Whether the row of a register sees its column. i: a constant, so that ptxas shifts a word once
   // and then tests constant bits.
   __device__ __forceinline__ bool sees(int i) const {
@@ -153,6 +161,10 @@ struct HalfBlockBits {
   __device__ __forceinline__ void load(const uint8_t* tile, int row, int half) {
     const uint32_t* words = reinterpret_cast<const uint32_t*>(tile) + row * 2 + half;
     word[0] = __ldg(words), word[1] = __ldg(words + kRowStride * 2);
+  }
+  // As ThreadBits::fill_rows.
+  __device__ __forceinline__ void fill_rows(int num_rows) {
+    word[0] = num_rows > 0 ? ~0u : 0u, word[1] = num_rows > kRowStride ? ~0u : 0u;
   }
   __device__ __forceinline__ void hide(float (&s)[kRegisters], float hidden) const {
 #pragma unroll

@@ -63,8 +63,9 @@ class ConsumerState {
     zero_fill_q_dout(stage, tile().m_blocks.block(position));
   }
 
-  // Sets the probabilities of keys that a query of the m_block does not see to 0. full_blocks:
-  // positions of m_blocks that see all keys of this warpgroup.
+  // Sets the probabilities of keys that a query of the m_block does not see, or that are past the
+  // end, to 0: 2^(0 - lse) may be infinite there. full_blocks: positions of m_blocks that see all
+  // 64 keys of this warpgroup.
   __device__ __forceinline__ void mask_unless_full(Scores& p, int position,
                                                    BlockRange full_blocks) {
     if (contains(full_blocks, position)) return;
@@ -72,9 +73,14 @@ class ConsumerState {
       // From global memory, late: the other warpgroup computes meanwhile, and there is no space for
       // the bits in shared memory, nor registers to load them early without slowing full blocks.
       const MaskLists& lists = static_cast<const ListedArguments&>(args_).lists;
-      const int index = tile().blocks.first_tile + position - full_blocks.end;
+      const int partial = position - tile().blocks.num_full;
       ThreadBits<1> bits;
-      bits.load(0, lists.tile(index));
+      if (partial >= 0) {
+        bits.load(0, lists.tile(tile().blocks.first_tile + partial));
+      } else {
+        const int key = warp_first_key() + thread_row(threadIdx.x % 32);
+        bits.fill_rows(0, tile().num_keys - key);
+      }
       return bits.hide(p, 0.f);
     }
     mask_probabilities<kBlockM>(p, tile_mask(), warp_first_key() + thread_row(threadIdx.x % 32),

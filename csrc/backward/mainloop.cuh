@@ -98,10 +98,11 @@ class Consumer : ConsumerStep<kConfig> {
     storage_.v_empty.arrive();  // Sync: this thread is done with V's buffer.
   }
 
-  // Positions of m_blocks that see all keys of this warpgroup.
+  // Positions of m_blocks that see all 64 keys of this warpgroup.
   __device__ __forceinline__ BlockRange full_positions(int first_key) const {
     if constexpr (Traits::kListed) {
-      return {0, uniform(tile().blocks.num_full)};
+      const bool whole = first_key + 63 < uniform(tile().num_keys);
+      return {0, whole ? uniform(tile().blocks.num_full) : 0};
     } else {
       return full_m_blocks<kBlockM>(tile_mask(), first_key, first_key + 63);
     }

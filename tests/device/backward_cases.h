@@ -85,6 +85,12 @@ many tiles d192, causal, values 128 | batch 2, q 200, k 200, heads 70 35, d 192 
 many steps d192, values 128 | q 900, k 200, heads 2, d 192 128
 head dim 192, values 128 | q 300, k 400, heads 2 2, d 192 128, causal
 head dim 64, values 200 | q 150, k 250, d 64 200, padding 8
+# Scores far below 0, where 2^(0 - lse) of keys past the end is infinite.
+one key, large scores | q 70, k 1, d 64, data large
+one key, large scores, fp16 | fp16, q 70, k 1, data large
+one key, large scores, fp16, d192 | fp16, q 70, k 1, d 192, data large
+one key, large scores, fp16, d192, values 128 | fp16, q 70, k 1, d 192 128, data large
+one key, large scores, fp16, d256 | fp16, q 70, k 1, d 256, data large
 varlen d256 | batch 4, q 200, k 333, heads 2, d 256, causal, cu_q 0 200 201 333 333,
     cu_k 0 333 400 401 500, used_k 300 67 1 99, total 333 500
 d256, softcap | q 150, k 260, d 256, causal, softcap 5
@@ -174,6 +180,11 @@ lists of each sequence and head, gqa, d256 | batch 2, q 130, k 150, heads 4 2, d
 lists, softcap, sinks, fp16, d256 | fp16, q 70, k 130, heads 2 2, d 256, softcap 5, lists 1 2, sinks
 lists, one query, one key, d256 | q 1, k 1, heads 2, d 256, lists 1 2
 lists, many keys, d256 | q 150, k 2100, d 256, lists 1 1
+lists, one key, large scores | q 200, k 1, d 64, data large, lists 1 1
+lists, one key, large scores, fp16 | fp16, q 200, k 1, data large, lists 1 1
+lists, one key, large scores, fp16, d192, values 128 | fp16, q 200, k 1, d 192 128, data large,
+    lists 1 1
+lists, one key, large scores, fp16, d256 | fp16, q 200, k 1, d 256, data large, lists 1 1
 lists, many tiles, d256 | batch 2, q 700, k 800, heads 16 8, d 256, lists 2 16
 )";
 

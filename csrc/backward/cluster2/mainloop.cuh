@@ -92,10 +92,12 @@ class Consumer {
   }
 
  private:
-  // Positions of m_blocks that see all of the CTA's keys.
+  // Positions of m_blocks that see all 64 keys of the CTA: of those past the end 2^(0 - lse) may be
+  // infinite.
   __device__ __forceinline__ BlockRange full_positions() const {
     if constexpr (Traits::kListed) {
-      return {0, uniform(tile_.blocks.num_full)};
+      const bool whole = first_key_ + Traits::kBlockN <= uniform(tile_.num_keys);
+      return {0, whole ? uniform(tile_.blocks.num_full) : 0};
     } else {
       return full_m_blocks<kBlockM>(mask(), first_key_, first_key_ + Traits::kBlockN - 1);
     }
@@ -192,15 +194,20 @@ class Consumer {
     load_per_column(lse, storage_.lse[ds_at_.index()] + warpgroup_ * kQueries);
   }
 
-  // The bits of the step at ds_at_ in this thread's rows, which only a partial block has.
+  // The bits of the step at ds_at_ in this thread's rows; they are read unless full_blocks_ has it.
   template <bool kAny = true>
   __device__ __forceinline__ auto load_bits() const {
     if constexpr (kAny && Traits::kListed) {
       HalfBlockBits bits{};
       if (full_blocks_.has(ds_position_)) return bits;
-      const int tile = tile_.blocks.first_tile + ds_position_ - full_blocks_.end;
-      bits.load(static_cast<const ListedArguments&>(args_).lists.tile(tile),
-                rank_ * 64 + thread_row(threadIdx.x % 128), warpgroup_);
+      const int partial = ds_position_ - tile_.blocks.num_full;
+      const int row = rank_ * 64 + thread_row(threadIdx.x % 128);
+      if (partial >= 0) {
+        const auto& lists = static_cast<const ListedArguments&>(args_).lists;
+        bits.load(lists.tile(tile_.blocks.first_tile + partial), row, warpgroup_);
+      } else {
+        bits.fill_rows(tile_.num_keys - tile_.first_key - row);
+      }
       return bits;
     } else {
       return NoBits{};

@@ -119,6 +119,38 @@ __global__ void store_half_hidden(const uint8_t* tile, int first_row, int half, 
   }
 }
 
+// The registers of a block, then those of half a block.
+__global__ void store_rows(int num_rows, float* found) {
+  constexpr int kAll = 3 * HalfBlockBits::kRegisters;
+  const int mine = num_rows - thread_row(threadIdx.x);
+  float s[2 * HalfBlockBits::kRegisters], half[HalfBlockBits::kRegisters];
+  for (float& x : s) x = 1.f;
+  for (float& x : half) x = 1.f;
+  ThreadBits<1> bits;
+  bits.fill_rows(0, mine), bits.hide(s, 0.f);
+  HalfBlockBits half_bits;
+  half_bits.fill_rows(mine), half_bits.hide(half, 0.f);
+  for (int i = 0; i < kAll; ++i) {
+    const int of_half = i - 2 * HalfBlockBits::kRegisters;
+    found[threadIdx.x * kAll + i] = of_half < 0 ? s[i] : half[of_half];
+  }
+}
+
+inline void check_rows(Result& result) {
+  constexpr int kAll = 3 * HalfBlockBits::kRegisters;
+  for (const int num_rows : {-70, 0, 1, 8, 9, 40, 63, 64, 200}) {
+    Array<float> found(128 * kAll);
+    launch(store_rows, 1, 128, 0, num_rows, found.device());
+    const std::vector<float>& at = found.download();
+    for (int t = 0; t < 128; ++t) {
+      for (int i = 0; i < kAll; ++i) {
+        const bool wanted = thread_row(t) + register_row(i) < num_rows;
+        result.equal(wanted, at[t * kAll + i], "of " + std::to_string(num_rows), t, i);
+      }
+    }
+  }
+}
+
 inline void check_half_bits(Result& result) {
   std::mt19937_64 random(2);
   std::vector<uint64_t> rows(kListRows);
@@ -161,6 +193,7 @@ inline void check_bits(Result& result) {
 static const Tests kTests = {{"attention/mask_lists: blocks", Where::kGpu, check_blocks},
                              {"attention/mask_lists: groups", Where::kGpu, check_groups},
                              {"attention/mask_lists: bits", Where::kGpu, check_bits},
-                             {"attention/mask_lists: half bits", Where::kGpu, check_half_bits}};
+                             {"attention/mask_lists: half bits", Where::kGpu, check_half_bits},
+                             {"attention/mask_lists: rows", Where::kGpu, check_rows}};
 
 }  // namespace unit::mask_lists
