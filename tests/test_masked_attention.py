@@ -19,6 +19,7 @@ from flashattn3.call.dtypes import FP8
 from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
+from flashattn3_bench.checking.rounding import gradient_rounding, out_rounding
 from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -58,7 +59,7 @@ def inputs(shape, keys, heads_kv, dim, dim_v=None, dtype=torch.float32, seed=0):
 
 
 def holds(mask, seen, q, k, v, backend, name="", **options):
-    """Forward and gradients, also through lse, against float64."""
+    """Forward and gradients, also through lse, against float64 by the tolerance rule."""
     leaves = [q, k, v, *(x for x in [options.get("sinks")] if x is not None)]
     call = partial(flash_attn_func, mask=mask.to(DEVICE), backend=backend, return_lse=True)
     looks = backend != "hopper"  # which has no kernel for a mask and max_logit
@@ -70,21 +71,29 @@ def holds(mask, seen, q, k, v, backend, name="", **options):
         given = {**options, **dict(zip(["sinks"], of[3:], strict=False))}
         out, lse, highest = plain(*of[:3], seen, **given)
         finite = lse.isfinite()
-        dout = torch.sin(torch.arange(out.numel(), device=DEVICE)).view(out.shape).to(out)
+        dout = torch.sin(torch.arange(out.numel(), device=DEVICE)).view(out.shape)
+        dout = dout.to(q.dtype).to(out)
         weight = torch.cos(torch.arange(lse.numel(), device=DEVICE)).view(lse.shape).to(lse)
         loss = (out * dout).sum() + (lse * weight)[finite].sum()
         return out, lse, highest, torch.autograd.grad(loss, of), dout, (weight * finite)
 
     reference, baseline = in_dtype(torch.float64), in_dtype(q.dtype)
-    check("out", out, reference[0], baseline[0], FORWARD_FACTOR, name, backend)
+    hidden = torch.zeros(seen.shape).masked_fill(~seen, -math.inf).to(DEVICE)
+    sinks, slopes = options.get("sinks"), options.get("slopes")
+    tensors = Tensors(q, k, v, sinks=sinks, alibi_slopes=slopes, bias=hidden)
+    scores = {"softmax_scale": q.shape[-1] ** -0.5, "softcap": options.get("softcap", 0.0)}
+    rounding = partial(out_rounding, tensors, q.dtype, **scores)
+    check("out", out, reference[0], baseline[0], FORWARD_FACTOR, name, backend, rounding=rounding)
     torch.testing.assert_close(lse.double(), reference[1], atol=1e-4, rtol=1e-4)
     for highest in largest:
         torch.testing.assert_close(highest.double(), reference[2], atol=1e-2, rtol=1e-2)
     dout, dlse = (x.to(of.dtype) for x, of in zip(reference[4:], (out, lse), strict=True))
     found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    roundings = partial(gradient_rounding, tensors, dout, dlse, q.dtype, **scores)
     names = ("dq", "dk", "dv", "dsinks")
-    for name_, got, *of in zip(names, found, reference[3], baseline[3], strict=False):
-        check(name_, got, *of, GRADIENT_FACTOR, name, backend)
+    gradients = zip(names, found, reference[3], baseline[3], strict=False)
+    for i, (of, *values) in enumerate(gradients):
+        check(of, *values, GRADIENT_FACTOR, name, backend, rounding=lambda i=i: roundings()[i])
 
 
 _OUR_NAMES = {"slopes": "alibi_slopes"}
@@ -171,6 +180,28 @@ def test_each_hopper_kernel_sees_what_the_mask_shows(dims, dtype):
             q, k, v = inputs((2, 300, 4), 417, heads_kv, *dims, dtype=dtype)
             of = each.to_bool() if of is None else of
             holds(each, of, q, k, v, "hopper", f"{dims} {sizes}", softcap=3.0 * (heads_kv == 1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "dims"),
+    [
+        *((*of, (16,)) for of in BACKENDS),
+        *(
+            pytest.param(*of.values, dims, marks=of.marks)
+            for of in ON_HOPPER
+            for dims in ((64,), (128,), (192, 128), (256,))
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("keys", (1, 65))
+def test_keys_past_the_end_have_no_influence(keys, backend, dtype, dims):
+    """In the blocks that see all keys exp(0 - lse) of those past the end is infinite."""
+    seen = torch.ones(1, 1, 130, keys, dtype=torch.bool)
+    q, k, v = inputs((1, 130, 1), keys, 1, *dims, dtype=dtype)
+    with torch.no_grad():
+        q[..., 0], k[..., 0] = 32.0, -4.0 * math.sqrt(dims[0])  # a score of -128
+    holds(masks.from_bool(seen), seen, q, k, v, backend, f"{keys} keys")
 
 
 @pytest.mark.gpu
