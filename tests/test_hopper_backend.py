@@ -122,6 +122,36 @@ def test_an_h100_with_the_library_gets_the_row(dims, dtype):
         assert GOLDEN[dims] in HEAD_DIMS[kernel_config.dtype]
 
 
+# rows and head dim of a call with split_tokens → its kernel
+SPANS = {(1, 64): "decode_bf16_d64", (64, 104): "decode_bf16_d128", (1024, 64): "forward_bf16_d64"}
+SPANS |= {(1024, 128): "forward_bf16_d128", (1024, 256): "decode_bf16_d256"}
+
+
+@pytest.mark.parametrize("backend", [None, "hopper"])
+@pytest.mark.parametrize(("rows", "dim"), SPANS)
+def test_split_tokens_has_a_kernel_of_spans_whatever_the_addresses(rows, dim, backend):
+    """A copy of what TMA cannot read changes no bit, another kernel would."""
+    shape, options = (2, 1024, 4, dim), {"split_tokens": 1024, "backend": backend}
+    tensors = qkv(dim, seqlen_q=rows)
+    behind = torch.empty(1 + math.prod(shape), device="meta", dtype=torch.bfloat16)[1:].view(shape)
+    for k, copied in ((tensors.k, "nothing"), (behind, "k")):
+        found = plan(tensors._replace(k=k), hopper(only_measured=True), **options)
+        described = found.launch.describe()
+        assert described["kernel config"].startswith(SPANS[rows, dim])
+        assert described["kernel config"].endswith("_spans") and described["copied first"] == copied
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "return_max_logit"])
+def test_split_tokens_is_never_left_out_for_another_option(name):
+    tensors, options = qkv(), {"split_tokens": 1024}
+    if name == "alibi_slopes":
+        tensors = tensors._replace(alibi_slopes=torch.empty(8, device="meta"))
+    else:
+        options[name] = True
+    with pytest.raises(UnsupportedError, match=f"hopper: split_tokens=1024: takes no {name}"):
+        plan(tensors, **options)
+
+
 # block_m → batch and seqlen_q of 16 heads whose work tiles have so many rows.
 ROWS_OF = {64: (1, 64), 128: (1, 768), 192: (64, 768)}
 KEYS_OF = {(64, 96): 257, (64, 112): 197}  # head dim and block_n → keys in such blocks

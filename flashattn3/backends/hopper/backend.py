@@ -86,8 +86,9 @@ class HopperConfig:
         }
 
     def _describe_forward(self) -> dict[str, object]:
+        copied = {"copied first": ", ".join(self.copied) or "nothing"}
         if self.packed is not None:
-            return self.packed.describe()
+            return self.packed.describe() | copied
         kernel_config = self.kernel_config
         return {
             "kernel config": kernel_config.name,
@@ -99,7 +100,7 @@ class HopperConfig:
             "shared_memory_bytes": self.launch.shared_memory_bytes,
             "workspace_bytes": self.launch.workspace_bytes,
             "tile measured": kernel_config.measured or "not yet",
-            "copied first": ", ".join(self.copied) or "nothing",
+            **copied,
         }
 
     @property
@@ -131,7 +132,7 @@ class HopperLaunch:
         if self.config.packed is None:
             run = hopper_launch.prepare_forward(self, self.library)
         else:
-            run = packed.prepare_packed(self.problem, self.config.packed.decode)
+            run = hopper_launch.prepare_packed(self)
         return converting(self.problem, run, reads_permuted_v=True)
 
     @cached_property
@@ -183,8 +184,12 @@ class HopperBackend:
     def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         if isinstance(problem, CacheProblem):
             return cached.decline_reason(self, problem, device)
-        reason = gpu_limits.decline_reason(problem, MAX_HEAD_DIM) or score_reason(problem)
-        return reason or self.unusable_reason(_kernel_config(problem, device), problem.backend)
+        reason = packed.spans_reason(problem) or gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+        reason = reason or score_reason(problem)
+        reason = reason or self.unusable_reason(_kernel_config(problem, device), problem.backend)
+        if reason is None and problem.split_tokens:
+            return cached.decline_reason(self, _as_cached(problem), device)
+        return reason
 
     def unusable_reason(self, kernel_config: KernelConfig, backend: str | None) -> str | None:
         """Why a call that names this backend, or None, gets no kernel of the config; or None."""
@@ -223,14 +228,16 @@ class HopperBackend:
         config = HopperConfig(kernel_config, launch, packing, gradient_config, copied)
         if not packing.packs:
             return config
-        few_rows = _as_cached(problem)
-        of = few_rows, device, self.library(), config_of(few_rows), packing.reason
-        return replace(config, packed=decode_launch(*of))
+        few_rows, chosen = _as_cached(problem), None
+        if problem.split_tokens:  # a prompt too, on a forward kernel of spans
+            chosen = cached.choose(self, few_rows)
+        chosen = chosen or (config_of(few_rows), packing.reason)
+        return replace(config, packed=decode_launch(few_rows, device, self.library(), *chosen))
 
     def _packing(self, problem: Problem, device: DeviceInfo) -> packed.Choice:
         """Whether a decode kernel runs the forward, and why."""
         copied = problem.copied or _unfit_for_tma(problem)
-        if copied:
+        if copied and not problem.split_tokens:
             return packed.Choice(False, f"{copied[0]} is copied")
         few_rows = _as_cached(problem)
         reason = unfit_reason(few_rows)

@@ -30,7 +30,7 @@ def decline_reason(hopper: HopperBackend, problem: CacheProblem, device: DeviceI
     reason = decode_launch.unfit_reason(problem)
     if reason is not None:
         return reason
-    config, why = _choose(hopper, problem)
+    config, why = choose(hopper, problem)
     limit = decode_launch.DECODE_ROWS
     many = problem.rows > limit and problem.backend != hopper.name and not problem.split_tokens
     if many and isinstance(config, DecodeConfig):
@@ -44,7 +44,7 @@ def prepare(hopper: HopperBackend, problem: CacheProblem, device: DeviceInfo) ->
         if append_reason(hopper, problem) is None:
             return append_launch.AppendLaunch(problem, hopper.library())
         return TRITON.prepare(problem, device)
-    chosen, appends = _choose(hopper, problem), append_reason(hopper, problem) is None
+    chosen, appends = choose(hopper, problem), append_reason(hopper, problem) is None
     return decode_launch.decode_launch(problem, device, hopper.library(), *chosen, appends)
 
 
@@ -58,7 +58,7 @@ def append_reason(hopper: HopperBackend, problem: CacheProblem) -> str | None:
     return append_launch.unfit_reason(problem)
 
 
-def _choose(hopper: HopperBackend, problem: DecodeProblem) -> tuple[KernelConfig, str]:
+def choose(hopper: HopperBackend, problem: DecodeProblem) -> tuple[KernelConfig, str]:
     """The kernel config of a problem that is not unfit, and why of this kind."""
     reason = decode_launch.forward_reason(problem)
     if reason is None:

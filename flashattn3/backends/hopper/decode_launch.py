@@ -102,7 +102,7 @@ class DecodeLaunch:
             "parts": "none: whole tiles" if whole else f"equal shares on {self.num_sms} SMs",
             "shared_memory_bytes": self.kernel_launch.shared_memory_bytes,
             "tile measured": config.measured or "not yet",
-            "copied first": "q" if self.copies_q else "nothing",
+            "copied first": ", ".join(self.copied) or "nothing",
             **self._describe_widening(),
         }
 
@@ -112,18 +112,21 @@ class DecodeLaunch:
         return {"widened first": f"the used keys, to {NAMES[self.problem.dtype]} in the workspace"}
 
     @property
-    def copies_q(self) -> bool:
-        """A forward kernel reads q by TMA, which has no stride of 0."""
-        expanded = self.kernel_config.kind == "forward" and "q" in self.problem.expanded
-        return expanded or "q" in self.problem.misaligned
+    def copied(self) -> tuple[str, ...]:
+        """Names of the tensors that are copied first. A forward kernel reads q by TMA, which has
+        no stride of 0."""
+        names = self.problem.misaligned
+        if self.kernel_config.kind == "forward":
+            names |= self.problem.expanded & {"q"}
+        return tuple(sorted(names))
 
     @cached_property
     def decode(self) -> Callable[..., Tensor]:
         """See ``CachedLaunch``."""
         library, handle, problem = self.library, self.kernel_launch.handle, self.problem
         operator, into = library.decode, library.decode_into
-        copies_q = self.copies_q
-        converts = copies_q or "sinks" in problem.given
+        copied = self.copied
+        converts = copied or "sinks" in problem.given
         names = DecodeTensors._fields
         num_passed = 1 + max(i for i, name in enumerate(names) if i < 3 or name in problem.given)
 
@@ -135,7 +138,7 @@ class DecodeLaunch:
             options_hash: int,
         ) -> Tensor:
             if converts:
-                tensors = _converted(problem, tensors, copies_q)
+                tensors = _converted(problem, tensors, copied)
             seqlen, seqlen_new, longest = lengths
             if seqlen is None:
                 seqlen = -1
@@ -218,7 +221,7 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
             limits = f"multiples of {aligned} up to {MAX_HEAD_DIM}"
             return f"takes head dims that are {limits}, {name} is {size}"
     caches = sorted(problem.misaligned - {"q"})
-    if caches:
+    if caches and not problem.split_tokens:  # with it addresses change no bit: they are copied
         return f"copies 16 bytes at once: rows of {caches[0]} begin at other addresses"
     if "alibi_slopes" in problem.given:
         return "has no kernel of cached calls with alibi_slopes"
@@ -327,11 +330,13 @@ def _is_aligned(out: Tensor) -> bool:
     return out.is_contiguous() or not any(step % ALIGNED for step in out.stride()[:-1])
 
 
-def _converted(problem: DecodeProblem, tensors: DecodeTensors, copies_q: bool) -> DecodeTensors:
-    """The tensors as the kernel reads them: aligned q, sinks in float32."""
-    changed = {}
-    if copies_q:
-        changed["q"] = tensors.q.clone(memory_format=torch.contiguous_format)
+def _converted(
+    problem: DecodeProblem, tensors: DecodeTensors, copied: tuple[str, ...]
+) -> DecodeTensors:
+    """The tensors as the kernel reads them: aligned copies, sinks in float32."""
+    changed = {
+        name: getattr(tensors, name).clone(memory_format=torch.contiguous_format) for name in copied
+    }
     if "sinks" in problem.given:
         changed["sinks"] = tensors.sinks.float().contiguous()
     return tensors._replace(**changed)

@@ -185,9 +185,10 @@ BACKWARD_CONFIGS = (
 )
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
+SPANS_MEASURED = "H100 80GB HBM3, bench --suite invariant, 2026-11-28"
 # head dim, block_n, num_stages, num_stages_beside, num_q_buffers, num_consumers
 DECODE_CONFIGS = tuple(
-    DecodeConfig(dtype, *tile, spans=spans, measured="" if spans else DECODE_MEASURED)
+    DecodeConfig(dtype, *tile, spans=spans, measured=SPANS_MEASURED if spans else DECODE_MEASURED)
     for spans, tiles in (
         (False, ((64, 64, 4, 4, 2, 1), (128, 64, 2, 1, 2, 1), (256, 32, 2, 2, 1, 2))),
         (True, ((64, 64, 4, 4, 2, 1), (128, 64, 4, 1, 2, 1), (256, 32, 2, 2, 1, 2))),
@@ -222,7 +223,9 @@ CACHED_FORWARD_CONFIGS = tuple(
     for dtype in SIXTEEN_BIT
 )
 CACHED_FORWARD_CONFIGS += tuple(
-    ForwardConfig(dtype, head_dim, head_dim, True, *tile, cached=True, spans=True)
+    ForwardConfig(
+        dtype, head_dim, head_dim, True, *tile, cached=True, spans=True, measured=SPANS_MEASURED
+    )
     for head_dim, *tile in ((64, 192, 64, 4, 3, 2), (128, 192, 64, 2, 3, 1))
     for dtype in SIXTEEN_BIT
 )

@@ -17,6 +17,7 @@ from ...call.operands import NUM_TENSORS, Tensors, as_scaled, tensors_of_mask
 from ...call.problem import Problem
 from ...call.tensor_fields import FOUND
 from ...masks.block_lists import BlockLists, turns_of
+from .. import packed
 from ..base import PassOperators, ScaledOperators
 from ..conversions import with_dense_rows
 from .kernel_configs import BACKWARD_CONFIGS, FORWARD_CONFIGS, BackwardConfig, ForwardConfig
@@ -95,6 +96,15 @@ def prepare_forward(
     return trimmed
 
 
+def prepare_packed(launch: HopperLaunch) -> Callable[[Tensors], tuple[Tensor, ...]]:
+    """The same on a kernel of cached calls."""
+    copied = launch.config.copied
+    run = packed.prepare_packed(launch.problem, launch.config.packed.decode)
+    if not copied:
+        return run
+    return lambda tensors: run(Tensors(*_copied(copied, *tensors[:3]), *tensors[3:]))
+
+
 def _with_16_bits(launch: HopperLaunch, library: Library) -> Callable[[Tensors], tuple]:
     handle, copied = launch.config.launch.handle, launch.config.copied
     if launch.problem.score_options:
@@ -143,12 +153,14 @@ def _dense(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
     """See ``Launch.keep``. None where a pass needs a copy first, as decode kernels do of 16-bit
-    sinks, or another backend, where the sequences have a used length, and of deterministic calls
-    with a mask, whose turns follow the values of the lists."""
+    sinks, or another backend, where the sequences have a used length, of varlen calls with
+    split_tokens, which have a page table, and of deterministic calls with a mask, whose turns
+    follow the values of the lists."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     shortened = problem.q.has_seqused or problem.k.has_seqused
-    if not aligned or problem.copied or config.copied or shortened:
+    paged = problem.varlen and problem.split_tokens
+    if not aligned or problem.copied or config.copied or shortened or paged:
         return None
     if problem.dtype in EIGHT_BIT:
         return _keep_scaled(launch, library)
