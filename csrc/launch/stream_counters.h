@@ -1,4 +1,4 @@
-// Device memory that the launches of a stream share: counters, 3 KB. All else that a launch needs
+// Device memory that the launches of a stream share: counters, 5.5 KB. All else that a launch needs
 // is a workspace, which torch allocates.
 #pragma once
 
