@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from .call.arguments import boolean
 from .call.fields import CALL, Options
 from .call.operands import Tensors
 from .errors import UnsupportedError, complaint, expect, shown, type_error
@@ -85,6 +86,8 @@ def flex_attention(
         UnsupportedError: score_mod, kernel_options, or the largest scores are asked for.
         TypeError, ValueError: as ``flash_attn_func``.
     """
+    return_lse = boolean(FUNCTION, "return_lse", return_lse)
+    enable_gqa = boolean(FUNCTION, "enable_gqa", enable_gqa)
     with_lse = return_lse or getattr(return_aux, "lse", False)
     _refuse(score_mod, kernel_options, return_lse, return_aux)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -106,6 +109,12 @@ def flex_attention(
     return out.transpose(1, 2), lse if return_aux is None else _aux(lse)
 
 
+def _is_request(value: object) -> bool:
+    from torch.nn.attention import flex_attention as of_torch
+
+    return isinstance(value, getattr(of_torch, "AuxRequest", ()))  # torch 2.8 has none
+
+
 def _aux(lse: Tensor | None) -> AuxOutput:
     from torch.nn.attention.flex_attention import AuxOutput
 
@@ -121,6 +130,9 @@ def _refuse(score_mod, kernel_options, return_lse: bool, return_aux) -> None:
     for name, (value, reason) in refused.items():
         if value is not None:
             raise UnsupportedError(f"{complaint(FUNCTION, name, None, shown(value))}: {reason}")
+    if return_aux is not None and not _is_request(return_aux):
+        wanted = "None or an AuxRequest of torch.nn.attention.flex_attention"
+        raise type_error(FUNCTION, "return_aux", wanted, shown(return_aux))
     expect(not (return_lse and return_aux is not None), FUNCTION, "return_lse",
            "False beside return_aux", return_lse)  # fmt: skip
     if getattr(return_aux, "max_scores", False):

@@ -92,7 +92,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q, cu_seqlens_k_new: int32 (batch + 1,), as in ``flash_attn_varlen_func``; the
             second has no effect without k and v.
         max_seqlen_q: required with cu_seqlens_q, else None: at least the longest sequence, an int
-            or a 0-d integer tensor; one on a GPU is not read, and total_q stands in.
+            or a 0-d integer tensor; one on a GPU is not read, and total_q stands in. An int with
+            tree_mask in code that torch.compile traces.
         rotary_seqlens: int32 (batch,), positions of the first new tokens, instead of cache_seqlens.
             Without tables it has no effect.
         q_descale: float32 (batch, num_heads_kv), any strides, or one number: a stored value times

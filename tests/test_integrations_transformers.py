@@ -6,6 +6,7 @@ No network: every model is made from a config.
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import warnings
 from types import SimpleNamespace
@@ -535,6 +536,20 @@ def test_a_layer_of_8_bits_keeps_what_the_next_token_sees(window, small_room):
     assert_close(out.float(), wanted, 0.05)  # of one token in 8 bits, and of 16
     layer.reset()
     assert layer.get_seq_length() == 0 and layer.update(*states)[0] is states[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_cache_of_8_bits_is_copied_and_pickled(copied, dtype):
+    cache = transformers_cache.quantized_cache(configured("Mistral"), dtype)
+    copied(cache).update(*(torch.randn(1, 2, 3, 16).half() for _ in range(2)), 0)
+    states = [torch.randn(2, 2, 12, 16).half() for _ in range(2)]
+    cache.update(*states, 0)
+    other, token = copied(cache), [x[:, :, :1] for x in states]
+    assert type(other.layers[0]) is type(cache.layers[0])
+    for x, y in zip(cache.update(*token, 0), other.update(*token, 0), strict=True):
+        assert torch.equal(x.widened(torch.half), y.widened(torch.half))
+    assert not hasattr(transformers_cache, "another")
 
 
 class _Called(TorchDispatchMode):

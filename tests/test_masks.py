@@ -436,6 +436,10 @@ ERRORS = (
         lambda: masks.from_block_mask(reading_elsewhere()),
         "masks.from_block_mask: elsewhere, which mask_mod reads, must be on cpu",
     ),
+    (lambda: masks.figure(masks.window(8, 1), head=3), "masks.figure: head must be .* below 1, as"),
+    (lambda: masks.figure(masks.window(8, 1), -1), "masks.figure: batch_idx must be at least 0"),
+    (lambda: masks.figure(masks.window(8, 1), "x"), "masks.figure: batch_idx must be an int, got"),
+    (lambda: masks.figure(ONES), "masks.figure: mask must be a flashattn3.masks.Mask, got Tensor"),
     (lambda: masks.window(8, 1) & ONES, "the right side of & must be a Mask"),
     (
         lambda: masks.window(8, 1) | masks.window(9, 1),

@@ -101,6 +101,13 @@ def _layer_class() -> type:
     return type("QuantizedLayer", (_Layer, CacheLayerMixin), {"__module__": __name__})
 
 
+def __getattr__(name: str) -> type:
+    """pickle looks the class of a layer up in the module."""
+    if name == "QuantizedLayer":
+        return _layer_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class _Layer:
     """The codes and descales of K and V in buffers that have room for further tokens. With a window
     a layer keeps the tokens that the next one sees, as transformers' layers do."""
@@ -117,6 +124,18 @@ class _Layer:
         self.cumulative_length = self.end = 0  # end: of the tokens in the buffers
         self.buffers: list[Tensor] = []
         self.is_initialized = False
+
+    def __getstate__(self) -> dict[str, object]:
+        """Codes as bytes: torch 2.13 pickles tensors of e4m3 that it cannot read."""
+        return vars(self) | {"buffers": self._viewed(torch.uint8)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self.buffers = self._viewed(self.dtype)
+
+    def _viewed(self, dtype: torch.dtype) -> list[Tensor]:
+        """The buffers, those of codes as tensors of dtype."""
+        return [x.view(dtype) for x in self.buffers[:2]] + self.buffers[2:]
 
     def lazy_initialization(self, *_states: Tensor) -> None:
         """The first update makes the buffers."""
