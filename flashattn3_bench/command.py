@@ -26,7 +26,14 @@ from .few_queries_suite import OWN as OF_FEW_QUERIES
 from .few_queries_suite import SUITE as FEW_QUERIES
 from .few_queries_suite import run_few_queries
 from .figure import draw
-from .host_suite import ROTARY_WORK, WORK, run_host, run_rotary_host
+from .host_suite import (
+    ROTARY_WORK,
+    SINKS_WORK,
+    WORK,
+    run_host,
+    run_rotary_host,
+    run_sinks_host,
+)
 from .ladder_figure import draw_ladder
 from .ladder_suite import RUNGS, SPARSE, run_rung, run_sparse, sparse_work
 from .ladder_suite import SUITE as LADDER
@@ -237,6 +244,7 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     if suite == "host":
         steps = [lambda work=work: run_host(work, settings) for work in WORK]
         if settings.device.type == "cuda":  # 8 bits of the CPU's few tokens are not compared
+            steps += [lambda work=work: run_sinks_host(work, settings) for work in SINKS_WORK]
             steps += [lambda work=work: run_rotary_host(work, settings) for work in ROTARY_WORK]
         return steps + [lambda work=work: run_cached_host(work, settings) for work in HOST_WORK]
     if suite in CACHED:

@@ -1,6 +1,7 @@
 """Measures the host time of one small call: the forward pass without and with gradients, both
-passes, and the forward pass with quantization to 8 bits; on a GPU also behind a rotary embedding.
-There a call ends when its launches return; on a CPU the time includes the computation."""
+passes, and the forward pass with quantization to 8 bits; on a GPU also with sinks and behind a
+rotary embedding. There a call ends when its launches return; on a CPU the time includes the
+computation."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from flashattn3 import flash_attn_func
 from flashattn3.quantization.embedding import Embedding
 
 from .checking import Case
@@ -61,6 +63,7 @@ WORK = {
     BOTH: _both_passes,
 }
 ROTARY_WORK = {f"rotary embedding, {work}": of for work, of in WORK.items()}
+SINKS_WORK = {f"sinks, {work}": of for work, of in WORK.items()}
 
 
 def run_host(work: str, settings: Settings) -> Iterator[Record]:
@@ -97,6 +100,23 @@ def run_rotary_host(work: str, settings: Settings) -> Iterator[Record]:
             errors[name] = str(error)
             del calls[name]
     yield from timed(work, case.name, calls, settings, errors)
+
+
+def run_sinks_host(work: str, settings: Settings) -> Iterator[Record]:
+    """A record for our call without sinks and one for the call with them; suite scores holds the
+    results. The sinks get a gradient where q, k and v do."""
+    case = CASES[settings.device.type]
+    inputs = make_inputs(case, settings.device, settings.dtype)
+    of_work = SINKS_WORK[work]
+    sinks = torch.zeros(case.num_heads_q, device=settings.device)
+    sinks.requires_grad_(of_work is not _forward)
+    with_sinks = partial(_with_sinks, sinks)
+    calls = {OURS: of_work(PROVIDERS[OURS], inputs), "sinks": of_work(with_sinks, inputs)}
+    yield from timed(work, case.name, calls, settings, dict.fromkeys(calls))
+
+
+def _with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return flash_attn_func(q, k, v, causal=causal, sinks=sinks)
 
 
 def _rotated(attend: Callable, embedding: Embedding, q, k, v, causal: bool) -> Tensor:

@@ -401,6 +401,13 @@ def test_host_time_behind_a_rotary_embedding(few_samples):
     assert [(r["provider"], r["status"]) for r in found] == [(OURS, "ok"), (IN_8_BITS, "ok")]
 
 
+def test_host_time_with_sinks(few_samples):
+    settings = Settings(torch.device("cpu"), torch.float16, (), 2, 1.0, (OURS,))
+    found = list(host_suite.run_sinks_host("sinks, forward + backward", settings))
+    assert [(r["provider"], r["status"]) for r in found] == [(OURS, "ok"), ("sinks", "ok")]
+    assert all(r["median_ms"] > 0 for r in found)
+
+
 def test_a_wrong_call_has_no_host_time(bench, few_samples, monkeypatch):
     monkeypatch.setitem(PROVIDERS, OURS, lambda q, k, v, causal: 0 * (q + k + v))
     records, _ = bench("host", *REFERENCE, status=1)
