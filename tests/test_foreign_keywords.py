@@ -109,6 +109,19 @@ def test_other_keywords_get_one_sentence(call):
             call(*CALLS[call], block_table=TABLE)
 
 
+def test_what_some_functions_lack_is_taken_at_its_neutral_value():
+    """As code has it that passes every option to whatever function it calls."""
+    neutral, given = {"bias": None, "return_max_logit": False, "mask": None}, X[..., :6]
+    assert same(flash_attn_with_kvcache(X, X, X, **neutral), flash_attn_with_kvcache(X, X, X))
+    for name, value in (("bias", given), ("return_max_logit", True), ("mask", given)):
+        kind = "True" if value is True else "Tensor of shape"
+        message = f"flash_attn_with_kvcache: {name} must be {neutral[name]}: flash_attn_func and"
+        with pytest.raises(ValueError, match=f"{message} .*, got {kind}"):
+            flash_attn_with_kvcache(X, X, X, **{name: value})
+    with pytest.raises(ValueError, match="flash_attn_backward: return_max_logit must be False"):
+        flash_attn_backward(*CALLS[flash_attn_backward], return_max_logit=True)
+
+
 def test_block_table_names_the_page_table_of_a_cached_call():
     q, pages = X[:, :1], X.view(4, 3, 2, 16)[:2]
     given = {"cache_seqlens": 5}

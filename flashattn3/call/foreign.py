@@ -17,6 +17,13 @@ _OF_FLASH_ATTENTION_2 = {
     ),
 }
 _PACKED = "masks.documents(lengths) packs documents into one dense row"
+_DENSE = "flash_attn_func and the other dense forms"
+_OF_OTHER_CALLS = {  # ours, but not of every function: the neutral value, and what to do
+    "mask": (None, f"None: {_DENSE} take a mask; {_PACKED}"),
+    "bias": (None, f"None: {_DENSE} take a bias"),
+    "return_max_logit": (False, "False: flash_attn_func and the other forwards without a cache "
+                                "return it"),
+}  # fmt: skip
 _OF_TORCH = {
     "scale": "given as softmax_scale",
     "is_causal": "given as causal, which is aligned to the bottom right",
@@ -49,9 +56,9 @@ def translated(
         own = _OTHER_NAMES.get(name)
         if own in given:
             given[own] = under_one_name(function, name, value, own, given[own])
-        elif name == "mask":
-            wanted = "None: flash_attn_func and the other dense forms take a mask"
-            expect(value is None, function, name, f"{wanted}; {_PACKED}", shown(value))
+        elif name in _OF_OTHER_CALLS:
+            neutral, wanted = _OF_OTHER_CALLS[name]
+            expect(value is neutral, function, name, wanted, shown(value))
         elif name in _OF_FLASH_ATTENTION_2:
             expect_default(function, _OF_FLASH_ATTENTION_2[name], value)
         elif name in _OF_TORCH:
