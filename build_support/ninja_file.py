@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from os.path import relpath
 from pathlib import Path
 from shlex import join, quote
 
@@ -117,8 +118,10 @@ def _emulations(lines: list[str], tools: Toolchain, configs: Path) -> None:
 
     configs: folder of the headers with the kernel configs.
     """
-    shadows = DEVICE_TESTS / "emulation"  # found before the headers of csrc and CUTLASS
-    before = f"-Xcompiler=-iquote,{shadows},-include,{shadows / 'emulation.h'}"
+    # Found before the headers of csrc and CUTLASS. From the build folder, as ccache makes no path
+    # relative that nvcc passes on.
+    shadows = relpath(DEVICE_TESTS / "emulation", configs.parent)
+    before = f"-Xcompiler=-iquote,{shadows},-include,{shadows}/emulation.h"
     before += ",-Wno-unknown-pragmas,-fno-extern-tls-init"  # __shared__ becomes thread_local
     before += ",-U_FORTIFY_SOURCE"  # which takes a jump to another stack for an error
     flags = [before, f"-I{shadows}", f"-I{configs}"]

@@ -21,6 +21,7 @@ if not (ROOT / "build_support").is_dir():
 from support.checkout import checkout_to_build_in
 
 from build_support import device_checks, ptxas, toolchain, units
+from build_support.ninja_file import ninja_text
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
 from flashattn3.backends.device import SHARED_MEMORY_KIB
 from flashattn3.backends.hopper.kernel_configs import (
@@ -137,6 +138,17 @@ def test_the_device_checks_run_every_kernel_config(check, tmp_path):
     assert f"kNumCheckConfigs = {len(configs)};" in text
     assert text.count(".dtype = ") == len(configs)
     assert [line.strip(' ",') for line in text.splitlines() if line.startswith('    "')] == names
+
+
+def test_ccache_knows_the_commands_of_another_checkout_again(tmp_path):
+    """It makes the checkout's paths relative, but not in what nvcc passes on."""
+    units_of = [tmp_path / "units" / "registry.cpp"]
+    units_of[0].parent.mkdir()
+    tools = toolchain.Toolchain(*map(Path, ("nvcc", "ninja", "ccache", "cutlass", "torch", "lib")))
+    text = ninja_text(tools, units_of, tmp_path)
+    passed_on = re.findall(r"-Xcompiler=\S+", text)
+    assert any("-iquote," in words for words in passed_on)
+    assert not any(re.search("[=,]/", words) for words in passed_on), passed_on
 
 
 GOOD = """ptxas info    : 0 bytes gmem
