@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # an installed package does not bring the build a
 
 from build_support import cuda12, hub, release, wheel
 from build_support.portable import Portable, symbols, write_empty_library, write_stubs
+from flashattn3.backends.hopper.kernel_configs import configs_hash
 from flashattn3.backends.hopper.library import OPS_LIBRARY, PACKAGE, find_library
 from third_party import cutlass
 
@@ -138,15 +139,38 @@ def test_an_old_driver_is_a_sentence(tmp_path):
     )
 
 
+def package_without_library(folder: Path) -> Path:
+    """Copy the package into a folder; return where its library belongs."""
+    package = folder / "flashattn3"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("_lib", "__pycache__"))
+    (package / "_lib").mkdir()
+    return package / OPS_LIBRARY
+
+
+@NEEDS_GCC
+@pytest.mark.parametrize(
+    ("hash_of_library", "built_from"),
+    [("another", "other kernel configs"), (configs_hash(), "other sources")],
+)
+def test_the_library_of_another_release_is_a_sentence(hash_of_library, built_from, tmp_path):
+    """One that another wheel left behind: of other kernel configs, or without our operators."""
+    source = tmp_path / "left.cpp"
+    source.write_text(
+        'extern "C" const char* flashattn3_driver_error() { return ""; }\n'
+        f'extern "C" const char* flashattn3_configs_hash() {{ return "{hash_of_library}"; }}\n'
+    )
+    library = package_without_library(tmp_path)
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
+    said = f"the Hopper kernels were built from {built_from}"
+    assert imported(PYTHONPATH=str(tmp_path)) == ["False", said]
+
+
 @NEEDS_LIBRARY
 @NEEDS_GCC
 def test_a_torch_without_the_stable_interface_is_a_sentence(tmp_path):
     """torch 2.8 lacks functions of the library; here one has a name that no torch knows."""
     data = LIBRARY.read_bytes().replace(b"\0aoti_torch_copy_\0", b"\0aoti_torch_c0py_\0")
-    package = tmp_path / "flashattn3"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("_lib", "__pycache__"))
-    (package / "_lib").mkdir()
-    (package / OPS_LIBRARY).write_bytes(data)
+    package_without_library(tmp_path).write_bytes(data)
     loaded, error = imported(PYTHONPATH=str(tmp_path))
     assert loaded == "False"
     assert error.startswith("the Hopper kernels do not load (")
@@ -179,11 +203,13 @@ def test_wheels_of_one_library(tmp_path, monkeypatch):
     assert {"flashattn3", "flashattn3_bench"} <= {name.split("/")[0] for name in pure}
     venv.create(tmp_path / "environment")
     pip = [sys.executable, "-m", "pip", f"--python={tmp_path}/environment/bin/python", "install"]
-    # Where the pure wheel is, pip leaves it alone, as docs/install.md says.
+    # Where one wheel is, pip leaves it alone, as docs/install.md says, and replaces it if forced.
     for name, options, found in (
         (second, (), 0),
         (first, (), 0),
         (first, ("--force-reinstall",), 1),
+        (second, (), 1),
+        (second, ("--force-reinstall",), 0),
     ):
         given = "--quiet", "--no-deps", "--no-index", *options, tmp_path / "first" / name
         subprocess.run([*pip, *given], check=True)
