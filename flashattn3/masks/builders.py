@@ -264,7 +264,7 @@ def _of_source(
     """The mask of a source. spans: computes the same as ``block_kinds.of_spans`` takes them. most:
     bounds on the partial blocks of queries and of keys."""
     most_partial = most_of_queries, most_of_keys
-    if grid.num_blocks and triton_lists.serve(device):
+    if grid.num_scores and triton_lists.serve(device):
         lists = triton_lists.of_source(grid, source, device, most_partial)
         return Mask(*lists, grid.rows, grid.columns)
     starts, ends = spans()

@@ -43,8 +43,11 @@ def _serve_device(index: int | None) -> bool:
 def on_device(device: torch.device) -> torch.cuda.device | nullcontext:
     """Triton launches on the current device."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(device)
+
+
+_HERE = nullcontext()
 
 
 @lru_cache(maxsize=1024)
@@ -235,16 +238,16 @@ def _in_words(visible: Tensor) -> Tensor:
 
 
 class _Sizes(NamedTuple):
-    """num_blocks: of queries and of keys together. views: shape, strides and place of the entries
-    and of ``BlockLists.work`` of either side in one tensor of ``num_numbers``. capacities: of their
-    bit tiles. of_masks: masks, queries, keys. lists: the grid of a kernel of all lists; tiles: of
-    one that shares out their bit tiles; pairs: of one with a program for 128 queries and 128
-    keys."""
+    """num_blocks: of queries and of keys together. room: the shape of one tensor of all lists.
+    parts: its rows that are bit tiles of queries, those of keys, and the lists. views: shape,
+    strides and place of ``BlockLists.entries`` and ``work`` of queries, and of keys, as int32.
+    of_masks: masks, queries, keys. lists: the grid of a kernel of all lists; tiles: of one that
+    shares out their bit tiles; pairs: of one with a program for 128 queries and 128 keys."""
 
     num_blocks: int
-    num_numbers: int
+    room: tuple[int, int]
+    parts: tuple[int, int, int]
     views: tuple[tuple, ...]
-    capacities: tuple[int, int]
     of_masks: tuple[int, int, int]
     lists: tuple[int, int, int]
     tiles: tuple[int, int, int]
@@ -259,23 +262,26 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
         of if most is None else min(most, of)
         for of, most in zip(num_blocks, most_partial, strict=True)
     )
-    views, end = [], 0
-    for shape in (*shapes, *((*x[:3], 4) for x in shapes)):
+    numbers_of_row = 2 * BLOCK_ROWS
+    views, begin = [], sum(capacities) * numbers_of_row
+    end = begin
+    for shape in (of for x in shapes for of in (x, (*x[:3], 4))):
         strides = tuple(prod(shape[i + 1 :]) for i in range(4))
         views.append((shape, strides, end))
         end += -(-prod(shape) // 32) * 32  # 128 bytes
+    parts = *capacities, -(-(end - begin) // numbers_of_row)
     num_lists = num_masks * max(x[2] for x in shapes)
-    parts = max(
+    programs = max(
         1, *(-(-of // (num_masks * x[2])) for of, x in zip(capacities, shapes, strict=True))
     )
     return _Sizes(
         sum(num_blocks),
-        end,
+        (sum(parts), BLOCK_ROWS),
+        parts,
         tuple(views),
-        capacities,
         (num_masks, grid.rows, grid.columns),
         (num_lists, 2, 1),
-        (num_lists, 2, min(parts, MOST_PARTS, max(1, MOST_PROGRAMS // (2 * num_lists)))),
+        (num_lists, 2, min(programs, MOST_PARTS, max(1, MOST_PROGRAMS // (2 * num_lists)))),
         (shapes[1][2], shapes[0][2], num_masks),
     )
 
@@ -290,19 +296,16 @@ def _listed(
 ) -> tuple[BlockLists, BlockLists]:
     """kind: SOURCE of the kernels. tensors: its two and the kinds of blocks, as ``lists_kernel``
     takes them. numbers: ``n`` and ``reach`` of the source."""
-    room = torch.empty(sizes.num_numbers, dtype=torch.int32, device=device)
-    shape = sum(sizes.capacities), BLOCK_ROWS
-    tiles = torch.empty(shape, dtype=torch.int64, device=device)
-    tiles_q, tiles_k = tiles.split_with_sizes(sizes.capacities)
-    lists = [room.as_strided(*x) for x in sizes.views]
-    entries_q, entries_k, work_q, work_k = lists
-    types = None if tensors[0] is None else tensors[0].dtype
-    of_lists, of_tiles = _list_launches(types, room.device.index, kind, causal)
+    room = torch.empty(sizes.room, dtype=torch.int64, device=device)
+    tiles_q, tiles_k, lists = room.split_with_sizes(sizes.parts)
+    lists = lists.view(torch.int32)
+    source, ends, kinds = tensors
+    types = None if source is None else source.dtype
+    of_lists, of_tiles = _list_launches(types, device.index, kind, causal)
     numbers = *sizes.of_masks, *numbers
-    of_lists(sizes.lists, (*tensors, *lists), (), numbers)
-    of_tiles(
-        sizes.tiles, (*tensors[:2], *lists, tiles_q, tiles_k), (), (*numbers, *sizes.capacities)
-    )
+    of_lists(sizes.lists, (source, ends, kinds, lists), (), numbers)
+    of_tiles(sizes.tiles, (source, ends, lists, room), (), (*numbers, *sizes.parts[:2]))
+    entries_q, work_q, entries_k, work_k = [lists.as_strided(*x) for x in sizes.views]
     return BlockLists(entries_q, work_q, tiles_q), BlockLists(entries_k, work_k, tiles_k)
 
 

@@ -20,6 +20,7 @@ from .mask_spans import (
 )
 
 CHUNK = tl.constexpr(32)  # column blocks whose scores a program counts at once
+ALIGNED = tl.constexpr(32)  # numbers in 128 bytes
 ENTRIES = tl.constexpr(128)  # blocks that a program sorts at once
 LISTS = tl.constexpr(1024)  # whose counts a program reads at once
 
@@ -49,6 +50,22 @@ def _first_block(row_list, num_masks, queries, keys):
 
 
 @triton.jit
+def _aligned(n):
+    return tl.cdiv(n, ALIGNED) * ALIGNED
+
+
+@triton.jit
+def _entries_and_work(lists, num_masks, queries, keys):
+    """Those of this program's side. lists: int32, entries and work of queries and then of keys,
+    each from a multiple of 128 bytes on."""
+    entries, blocks = lists, start_of_keys(num_masks, queries, keys)
+    if tl.program_id(1) == 1:
+        entries += _aligned(blocks) + _aligned(num_masks * tl.cdiv(queries, ROWS) * FIELDS)
+        blocks = start_of_keys(num_masks, keys, queries)
+    return entries, entries + _aligned(blocks)
+
+
+@triton.jit
 def _kinds(kinds, first, column_blocks, whole, OF_SPANS: tl.constexpr):
     """int32: the kinds of some blocks of a list, 0 past its end. kinds: the spans of its rows, or a
     pointer to int8."""
@@ -68,15 +85,16 @@ NUMBERS = ["num_masks", "queries", "keys", "n", "left", "right", "sinks"]
 
 @triton.jit(do_not_specialize=NUMBERS)
 def lists_kernel(
-    source_ptr, ends_ptr, kinds_ptr, entries_q_ptr, entries_k_ptr, work_q_ptr, work_k_ptr,
-    num_masks, queries, keys, n, left, right, sinks, SOURCE: tl.constexpr, CAUSAL: tl.constexpr,
+    source_ptr, ends_ptr, kinds_ptr, lists_ptr, num_masks, queries, keys, n, left, right, sinks,
+    SOURCE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The entries of a list, and its numbers of full and of listed blocks.
 
     source, ends: starts and ends of intervals, (num_masks, queries, n), which do not overlap;
         otherwise as ``spans_of_rows`` takes them.
     kinds: int8 (blocks,), of all blocks of queries and then of keys: of "bits" given, of intervals
-        written, otherwise None. num_masks: batch * heads.
+        written, otherwise None. lists: as ``_entries_and_work`` takes them. num_masks: batch *
+        heads.
     Grid: the larger number of lists, 2.
     """
     rows, row_blocks, column_blocks = _sizes(queries, keys)
@@ -112,11 +130,12 @@ def lists_kernel(
         kind = _kinds(kinds, first, column_blocks, whole, OF_SPANS)
         total += tl.sum((kind == 2).to(tl.int64) + ((kind > 0).to(tl.int64) << 32), 0)
     num_full, num_listed = total.to(tl.int32), (total >> 32).to(tl.int32)
-    work = _of_side(work_q_ptr, work_k_ptr) + row_list * FIELDS
+    entries, work = _entries_and_work(lists_ptr, num_masks, queries, keys)
+    entries += tl.cast(row_list, tl.int64) * column_blocks
+    work += row_list * FIELDS
     tl.store(work, num_full)
     tl.store(work + 1, num_listed)
 
-    entries = _of_side(entries_q_ptr, entries_k_ptr) + tl.cast(row_list, tl.int64) * column_blocks
     next_full, next_partial, next_hidden = 0, num_full, num_listed
     for first in range(0, column_blocks, STEP):
         blocks = first + tl.arange(0, STEP)
@@ -151,15 +170,15 @@ def _store_order(work, row_list, row_blocks, num_listed, tiles):
 
 @triton.jit(do_not_specialize=[*NUMBERS, "capacity_q", "capacity_k"])
 def tiles_kernel(
-    source_ptr, ends_ptr, entries_q_ptr, entries_k_ptr, work_q_ptr, work_k_ptr, tiles_q_ptr,
-    tiles_k_ptr, num_masks, queries, keys, n, left, right, sinks, capacity_q, capacity_k,
-    SOURCE: tl.constexpr, CAUSAL: tl.constexpr,
+    source_ptr, ends_ptr, lists_ptr, tiles_ptr, num_masks, queries, keys, n, left, right, sinks,
+    capacity_q, capacity_k, SOURCE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The bit tiles of a list, of which axis 2 shares out the work; 0 behind the last partial block
     of all lists.
 
     source: of "bits" the words, int64 (blocks, 128), of all blocks of queries and then of keys;
         otherwise as in ``lists_kernel``.
+    tiles: int64 (capacity_q + capacity_k, 128), of queries and then of keys.
     Grid: the larger number of lists, 2, programs of a list.
     """
     _, row_blocks, column_blocks = _sizes(queries, keys)
@@ -167,7 +186,7 @@ def tiles_kernel(
     num_lists = num_masks * row_blocks
     if row_list >= num_lists:
         return
-    work = _of_side(work_q_ptr, work_k_ptr)
+    entries, work = _entries_and_work(lists_ptr, num_masks, queries, keys)
     # Numbers of partial blocks of all lists, of the lists before this one << 32.
     total = tl.full((), 0, dtype=tl.int64)
     for first in range(0, num_lists, LISTS):
@@ -182,15 +201,14 @@ def tiles_kernel(
     if part == 0:
         _store_order(work, row_list, row_blocks, num_listed, first_tile)
 
-    tiles = _of_side(tiles_q_ptr, tiles_k_ptr)
+    tiles = tiles_ptr + tl.program_id(1) * tl.cast(capacity_q, tl.int64) * ROWS
     capacity = _of_side(capacity_q, capacity_k)
     in_tile = tl.arange(0, ROWS)
     num_partial = tl.minimum(num_listed - num_full, capacity - first_tile)
     if part < num_partial:
         mask_idx = tl.cast(row_list // row_blocks, tl.int64)
         first_row = row_list % row_blocks * ROWS
-        entries = tl.cast(row_list, tl.int64) * column_blocks + num_full
-        entries += _of_side(entries_q_ptr, entries_k_ptr)
+        entries += tl.cast(row_list, tl.int64) * column_blocks + num_full
         if SOURCE == "bits":
             words_of_list = source_ptr + _first_block(row_list, num_masks, queries, keys) * ROWS
         elif SOURCE != "intervals":
