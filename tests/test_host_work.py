@@ -13,7 +13,7 @@ import torch
 from helpers import GPU, H100, WITHOUT_HOPPER, cached_calls_of_an_h100, library_double
 
 import flashattn3
-from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache, masks
 from flashattn3.backends.base import CachedOperators
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.decode_launch import DecodeLaunch
@@ -22,6 +22,7 @@ from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention
+from flashattn3.masks import triton_lists
 from flashattn3.quantization import dispatch
 from flashattn3.run import cached_plans, quantized
 from flashattn3.run import operators as run
@@ -140,6 +141,7 @@ CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER, KEPT_ON_HOPPER = 115, 60, 126, 24
 KEPT_APPEND_ON_HOPPER = 38
 NEXT_TOKEN_ON_HOPPER = {"dynamic": 35, "static": 41}
 FORWARD_OPERATOR, BACKWARD_OPERATOR = 44, 48
+DOCUMENTS = 48
 
 
 def test_forward_on_hopper(on_hopper):
@@ -284,6 +286,15 @@ def test_a_cached_call_that_appends_on_hopper(cached_on_hopper):
     call = flash_attn_with_kvcache
     work = work_of(lambda: call(q, cache, cache, new, new, **named, causal=True))
     assert work <= APPEND_ON_HOPPER
+
+
+def test_a_mask_of_documents(monkeypatch):
+    """Without its launches."""
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    monkeypatch.setattr(triton_lists, "_list_launches", lambda *_: (lambda *_: None,) * 2)
+    monkeypatch.setattr("flashattn3.masks.arguments.is_checked", lambda device: False)
+    lengths = torch.tensor([700, 100, 224])
+    assert work_of(lambda: masks.documents(lengths, seqlen=1024, causal=True)) <= DOCUMENTS
 
 
 def test_a_tiny_call_on_a_cpu():

@@ -99,6 +99,12 @@ def test_kernels_write_the_lists_of_torch_operations(name, monkeypatch, no_check
         assert torch.equal(got, wanted), field
 
 
+def test_a_mask_of_the_kernels_is_one_allocation(monkeypatch):
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    mask = masks.prefix_lm(given(torch.tensor([65])), 200)
+    assert len({x.untyped_storage().data_ptr() for x in mask.tensors}) == 1
+
+
 # kernel: types of its tensors, constants, numbers
 ABOUT = 2, 8192, 8192, 12, 8, 8, 8
 BITS = {"FULL": 1, "WHOLE": True}
@@ -112,20 +118,20 @@ SOURCES = {  # types of the source and of ends
     "bits": ("i64", None),
 }
 SAMPLES = {
-    "bits": ("bits_kernel", ("i64", None, "i64", "i8"), BITS, OF_BLOCKS, (8192, 8192, 1024)),
+    "bits": ("bits_kernel", ("i64", None, "i64"), BITS, OF_BLOCKS, (8192, 8192, 1024)),
     "bits-of-blocks": (
         "bits_kernel",
-        ("i64", "i32", "i64", "i8"),
+        ("i64", "i32", "i64"),
         {"FULL": 2, "WHOLE": False},
         *(OF_BLOCKS, (8192, 8192, 1024)),
     ),
-    "bits-of-kinds": ("bits_kernel", (None, "u8", "i64", "i8"), BITS, OF_BLOCKS, (0, 0, 0)),
+    "bits-of-kinds": ("bits_kernel", (None, "u8", "i64"), BITS, OF_BLOCKS, (0, 0, 0)),
     "ids": ("documents_of_ids_kernel", ("i32", "i32"), {}, (8192,)),
     "block-kinds": ("block_kinds_kernel", ("i32",) * 5, {}, (64,)),
 }
 for source, types in SOURCES.items():
     about = {"SOURCE": source, "CAUSAL": True}
-    kinds = "i8" if source in ("intervals", "bits") else None
+    kinds = "i8" if source == "intervals" else None
     SAMPLES[f"lists of {source}"] = ("lists_kernel", (*types, kinds, "i32"), about, ABOUT)
     SAMPLES[f"tiles of {source}"] = (
         "tiles_kernel",

@@ -139,7 +139,7 @@ def stack_bytes(capability):
         launch = triton_lists._launch_of_code(
             code.lines, code.seen, dtypes, num_numbers, lists, None
         )
-        types = (*(TYPES[x] for x in dtypes), *lists, "i64", "i8")
+        types = (*(TYPES[x] for x in dtypes), *lists, "i64")
         numbers = 1, 8192, 8192, 128, 128, 64, 64, *code.numbers
         compiled = compile_kernel(launch.sample(types, (), numbers), capability)
         found[name] = resources(compiled).stack_bytes if lists[0] else -1

@@ -208,7 +208,7 @@ def words_of(lists: BlockLists) -> Words:
     return words
 
 
-def words_of_spans(grid: Grid, starts: Tensor, ends: Tensor, of_keys: bool) -> Words:
+def words_of_spans(grid: Grid, of_keys: bool, starts: Tensor, ends: Tensor) -> Words:
     """The bits of tiles from the spans of keys that queries see, (batch, heads, queries, n).
 
     of_keys: whether the rows of the grid are keys.
@@ -241,11 +241,11 @@ def words_of_spans(grid: Grid, starts: Tensor, ends: Tensor, of_keys: bool) -> W
     return words
 
 
-def words_of_predicate(grid: Grid, visible: Callable, transposed: bool) -> Words:
+def words_of_predicate(grid: Grid, of_keys: bool, visible: Callable) -> Words:
     """The bits of tiles from ``visible(batch, head, query, key)``, which gets int64 tensors that
     broadcast to (tiles, 128, 64), inside the lengths.
 
-    transposed: whether rows are keys.
+    of_keys: whether the rows of the grid are keys.
     """
 
     def words(at: Places) -> Tensor:
@@ -259,7 +259,7 @@ def words_of_predicate(grid: Grid, visible: Callable, transposed: bool) -> Words
         column = at.column.view(-1, 1, 1) * BLOCK_COLUMNS
         column = column + torch.arange(BLOCK_COLUMNS, device=device)
         row, column = row.clamp(max=grid.rows - 1), column.clamp(max=grid.columns - 1)
-        query, key = (column, row) if transposed else (row, column)
+        query, key = (column, row) if of_keys else (row, column)
         seen = visible(at.batch.view(-1, 1, 1), at.head.view(-1, 1, 1), query, key)
         return packed(seen.expand(at.row.shape[0], BLOCK_ROWS, BLOCK_COLUMNS))
 

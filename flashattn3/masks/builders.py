@@ -84,13 +84,11 @@ def documents(
     batch = given.shape[0] if given.ndim == 2 else 1
     # Of a document that ends inside a block of rows, all blocks are partial there; where it begins
     # too. Other blocks are partial at its two ends and, if causal, at the diagonal.
-    blocks = -(-seqlen // BLOCK_COLUMNS)
-    most = batch * (4 * blocks + 4)
-    source = triton_lists.Source(
-        "lengths" if ids is None else "ids", given, causal=causal, n=given.shape[-1]
-    )
+    most = batch * 4 * (-(-seqlen // BLOCK_COLUMNS) + 1)
+    kind = "lengths" if ids is None else "ids"
+    source = triton_lists.Source(kind, given, None, causal, given.shape[-1])
     spans = partial(_spans_of_documents, lengths, ids, seqlen, causal)
-    return _of_source(Grid(batch, 1, seqlen, seqlen), source, spans, given.device, most, most)
+    return _of_source(Grid(batch, 1, seqlen, seqlen), source, spans, given.device, (most, most))
 
 
 def _spans_of_documents(
@@ -167,7 +165,7 @@ def prefix_lm(prefix_lengths: Sequence[int] | Tensor, seqlen: int, *, device=Non
     # partial for all queries before it.
     most = grid.batch * 4 * (-(-seqlen // BLOCK_COLUMNS) + 1)
     source = triton_lists.Source("prefix", prefix)
-    return _of_source(grid, source, spans, prefix.device, most, most)
+    return _of_source(grid, source, spans, prefix.device, (most, most))
 
 
 def window(
@@ -209,9 +207,9 @@ def window(
     # Both ends of a window and that of the sinks are in at most 3 blocks of a block of rows; where
     # the sinks end, a block of keys is partial for all queries.
     grid = Grid(1, 1, queries, keys)
-    most = (12 * of.shape[2] + of.shape[3] for of in (grid, grid.transposed))
+    most = tuple(12 * of.shape[2] + of.shape[3] for of in (grid, grid.transposed))
     source = triton_lists.Source("window", reach=(left, right, sinks))
-    return _of_source(grid, source, spans, device, *most)
+    return _of_source(grid, source, spans, device, most)
 
 
 def intervals(starts: Tensor, ends: Tensor, seqlen_k: int | None = None) -> Mask:
@@ -238,7 +236,7 @@ def intervals(starts: Tensor, ends: Tensor, seqlen_k: int | None = None) -> Mask
     grid, n = Grid(*starts.shape[:3], keys), starts.shape[3]
     starts, ends = _apart(starts.long().clamp(0, keys), ends.long().clamp(0, keys))
     source = triton_lists.Source("intervals", starts, ends, n=n)
-    return _of_source(grid, source, lambda: (starts, ends), starts.device, None, None)
+    return _of_source(grid, source, lambda: (starts, ends), starts.device)
 
 
 def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,25 +256,26 @@ def _of_source(
     source: triton_lists.Source,
     spans: Callable[[], tuple[Tensor, Tensor]],
     device: torch.device,
-    most_of_queries: int | None,
-    most_of_keys: int | None,
+    most_partial: tuple[int | None, int | None] = (None, None),
 ) -> Mask:
-    """The mask of a source. spans: computes the same as ``block_kinds.of_spans`` takes them. most:
-    bounds on the partial blocks of queries and of keys."""
-    most_partial = most_of_queries, most_of_keys
+    """The mask of a source. spans: computes the same as ``block_kinds.of_spans`` takes them.
+    most_partial: bounds on the partial blocks of queries and of keys."""
     if grid.num_scores and triton_lists.serve(device):
         lists = triton_lists.of_source(grid, source, device, most_partial)
         return Mask(*lists, grid.rows, grid.columns)
     starts, ends = spans()
+    kinds = block_kinds.of_spans(grid, starts, ends)
+    words = partial(words_of_spans, starts=starts, ends=ends)
+    return _of_sides(grid, lambda _, of_keys: kinds[of_keys], words, most_partial, exact=True)
+
+
+def _of_sides(grid: Grid, kinds, words, most_partial, exact: bool = False) -> Mask:
+    """kinds, words: compute those of queries, or of keys, from the grid of that side, as
+    ``assembled`` takes them. most_partial: of either side."""
+    sides = (grid, False), (grid.transposed, True)
     lists = [
-        assembled(of, kinds, words_of_spans(of, starts, ends, of_keys), most, exact=True)
-        for of, kinds, of_keys, most in zip(
-            (grid, grid.transposed),
-            block_kinds.of_spans(grid, starts, ends),
-            (False, True),
-            most_partial,
-            strict=True,
-        )
+        assembled(of, kinds(of, of_keys), words(of, of_keys), most, exact)
+        for (of, of_keys), most in zip(sides, most_partial, strict=True)
     ]
     return Mask(*lists, grid.rows, grid.columns)
 
@@ -286,19 +285,14 @@ MOST_SCORES = 2**30
 
 
 def _of_predicate(grid: Grid, visible, like: Tensor, kinds, most_partial=(None, None)) -> Mask:
-    """kinds: computes those of blocks of queries, or of blocks of keys, from the grid of that side,
-    as ``assembled`` takes them. most_partial: of either side. like: a tensor on the device."""
+    """kinds, most_partial: as ``_of_sides`` takes them. like: a tensor on the device."""
     if 0 < grid.num_scores <= MOST_SCORES and triton_lists.serve(like.device):
         code = code_of(visible, like.device)
         if code is not None:
             lists = triton_lists.of_code(grid, code, None, most_partial)
             return Mask(*lists, grid.rows, grid.columns)
-    sides = (grid, False), (grid.transposed, True)
-    lists = [
-        assembled(of, kinds(of, transposed), words_of_predicate(of, visible, transposed), most)
-        for (of, transposed), most in zip(sides, most_partial, strict=True)
-    ]
-    return Mask(*lists, grid.rows, grid.columns)
+    words = partial(words_of_predicate, visible=visible)
+    return _of_sides(grid, kinds, words, most_partial)
 
 
 def of_predicate(grid: Grid, visible, like: Tensor) -> Mask:

@@ -164,7 +164,7 @@ class _Functions(TorchFunctionMode):
 
     def _element(self, of: Tensor, index: object) -> object:
         index = index if type(index) is tuple else (index,)
-        if all(type(x) in (int, slice) for x in index):
+        if _PLAIN.issuperset(map(type, index)):
             return of[index]
         if len(index) != of.ndim:
             raise _UnknownError
@@ -174,7 +174,7 @@ class _Functions(TorchFunctionMode):
             if type(x) is int:
                 x = range(size)[x]
             else:
-                x = trace.operand(x)
+                x = x if type(x) is _Score else trace.operand(x)
                 if type(x) is not _Score or x._dtype not in (torch.int64, torch.int32):
                     raise _UnknownError
             i, n = trace.cast(x, torch.int64), trace.number(size)
@@ -195,9 +195,11 @@ def _promoted(a: torch.dtype, b: torch.dtype | type) -> torch.dtype:
         return torch.result_type(torch.empty((), dtype=a), other)
 
 
-def _common(*operands: object) -> tuple[_Trace, torch.dtype, list[str]]:
+def _common(a: object, b: object) -> tuple[_Trace, torch.dtype, list[str]]:
     """The dtype that torch computes in, and the operands in it."""
-    trace, dtype = None, None
+    if type(a) is type(b) is _Score and a._dtype == b._dtype:
+        return a._trace, a._dtype, [a._name, b._name]
+    trace, dtype, operands = None, None, (a, b)
     for x in operands:
         if type(x) is _Score:
             trace, dtype = x._trace, _promoted(dtype, x._dtype) if dtype else x._dtype
@@ -295,6 +297,7 @@ _TYPES = {
     **{getattr(torch, f"int{n}"): f"tl.int{n}" for n in (8, 16, 32, 64)},
     torch.float32: "tl.float32",
 }
+_PLAIN = frozenset((int, slice))  # indices of which torch takes an element or a part
 _OF_TENSORS = ("__len__", "size", "numel", "dim")
 _PROPERTIES = tuple(getattr(Tensor, name).__get__ for name in ("device", "dtype", "shape", "ndim"))
 _SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -334,10 +337,10 @@ _OPERATIONS: dict[str, Callable[..., _Score]] = {
 }
 
 
-def _operator(name: str) -> Callable[..., _Score]:
-    return lambda self, *args: self._trace.call(name, self, *args)
+def _operator(operation: Callable[..., _Score]) -> Callable[..., _Score]:
+    return lambda self, *args: operation(self, *map(self._trace.operand, args))
 
 
-for _name in _OPERATIONS:
+for _name, _operation in _OPERATIONS.items():
     if _name.startswith("__"):
-        setattr(_Score, _name, _operator(_name))
+        setattr(_Score, _name, _operator(_operation))

@@ -61,7 +61,7 @@ def _launch_of_code(
 
     kernel = kernel_of(lines, seen, len(types), num_numbers)
     options = {"num_warps": 8, "enable_fp_fusion": False}
-    return VariableLaunch(kernel, len(types) + 6, {}, options)
+    return VariableLaunch(kernel, len(types) + 5, {}, options)
 
 
 @cache
@@ -200,9 +200,9 @@ def of_code(
             of_blocks = [x if x is None else x.contiguous() for x in of_blocks]
         else:
             of_blocks = None, block_mask.blocks().kinds, None, None
-    device = next(x for x in (*of_blocks, *tensors) if x is not None).device
-    types = tuple(x.dtype for x in tensors)
-    given = tuple(x is None for x in of_blocks)
+    device = (tensors[0] if block_mask is None else block_mask.indices).device
+    types = tuple([x.dtype for x in tensors])
+    given = tuple([x is None for x in of_blocks])
     launch = _launch_of_code(lines, seen, types, len(numbers), given, device.index)
     given = *tensors, *of_blocks
     return _of_bits(launch, grid, given, (), (*about, *numbers), device, most_partial)
@@ -219,12 +219,11 @@ def _of_bits(
 ) -> tuple[BlockLists, BlockLists]:
     """The lists of what a kernel like ``bits_kernel`` finds."""
     sizes = _sizes_of(grid, most_partial)
-    kinds = torch.empty(sizes.num_blocks, dtype=torch.int8, device=device)
-    words = torch.empty((sizes.num_blocks, BLOCK_ROWS), dtype=torch.int64, device=device)
+    words = torch.empty(sizes.words, dtype=torch.int64, device=device)
     numbers = grid.heads, grid.rows, grid.columns, *numbers
     with on_device(device):
-        launch(sizes.pairs, (*tensors, words, kinds), strides, numbers)
-        return _listed(sizes, "bits", (words, None, kinds), False, (0, 0, 0, 0), device)
+        launch(sizes.pairs, (*tensors, words), strides, numbers)
+        return _listed(sizes, "bits", (words, None, None), False, (0, 0, 0, 0), device)
 
 
 def _in_words(visible: Tensor) -> Tensor:
@@ -238,13 +237,15 @@ def _in_words(visible: Tensor) -> Tensor:
 
 
 class _Sizes(NamedTuple):
-    """num_blocks: of queries and of keys together. room: the shape of one tensor of all lists.
-    parts: its rows that are bit tiles of queries, those of keys, and the lists. views: shape,
-    strides and place of ``BlockLists.entries`` and ``work`` of queries, and of keys, as int32.
-    of_masks: masks, queries, keys. lists: the grid of a kernel of all lists; tiles: of one that
-    shares out their bit tiles; pairs: of one with a program for 128 queries and 128 keys."""
+    """num_blocks: of queries and of keys together. words: the shape of one tensor of their words,
+    with room for their kinds behind. room: of one of all lists. parts: its rows that are bit tiles
+    of queries, those of keys, and the lists. views: shape, strides and place of
+    ``BlockLists.entries`` and ``work`` of queries, and of keys, as int32. of_masks: masks, queries,
+    keys. lists: the grid of a kernel of all lists; tiles: of one that shares out their bit tiles;
+    pairs: of one with a program for 128 queries and 128 keys."""
 
     num_blocks: int
+    words: tuple[int, int]
     room: tuple[int, int]
     parts: tuple[int, int, int]
     views: tuple[tuple, ...]
@@ -276,6 +277,7 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
     )
     return _Sizes(
         sum(num_blocks),
+        (sum(num_blocks) + -(-sum(num_blocks) // (8 * BLOCK_ROWS)), BLOCK_ROWS),
         (sum(parts), BLOCK_ROWS),
         parts,
         tuple(views),

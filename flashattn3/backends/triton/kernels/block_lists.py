@@ -19,6 +19,14 @@ def start_of_keys(num_masks, queries, keys):
 
 
 @triton.jit
+def kinds_behind(words, num_masks, queries, keys):
+    """The int8 kinds of all blocks, behind their words, int64 (blocks, 128). Blocks of queries come
+    first, then those of keys."""
+    blocks = start_of_keys(num_masks, queries, keys) + start_of_keys(num_masks, keys, queries)
+    return (words + blocks * ROWS).to(tl.pointer_type(tl.int8))
+
+
+@triton.jit
 def in_work_order(work_ptr, lists, block, BLOCK: tl.constexpr):
     """The block of BLOCK rows that a program computes: those with most work come first.
 

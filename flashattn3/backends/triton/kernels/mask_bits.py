@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .block_lists import COLUMNS, ROWS, start_of_keys
+from .block_lists import COLUMNS, ROWS, kinds_behind, start_of_keys
 from .mask_spans import lowest
 
 LISTED = tl.constexpr(128)  # blocks of a block mask's list that a program reads at once
@@ -73,8 +73,8 @@ def _seen(visible_ptr, kinds_ptr, kind, query, word, stride_q, sizes, blocks, FU
     do_not_specialize=["heads", "queries", "keys", "block_q", "block_k", "blocks_q", "blocks_k"]
 )
 def bits_kernel(
-    visible_ptr, block_kinds_ptr, words_ptr, kinds_ptr, stride_b, stride_h, stride_q, heads,
-    queries, keys, block_q, block_k, blocks_q, blocks_k, FULL: tl.constexpr, WHOLE: tl.constexpr,
+    visible_ptr, block_kinds_ptr, words_ptr, stride_b, stride_h, stride_q, heads, queries, keys,
+    block_q, block_k, blocks_q, blocks_k, FULL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The bits and the kinds of two blocks of either side from 128 x 128 bools.
 
@@ -83,7 +83,7 @@ def bits_kernel(
     block_kinds: of blocks of block_q x block_k scores (batch * heads, blocks_q, blocks_k): visible
     counts where they are 1 and not FULL, FULL shows all and 0 none. None: visible counts
     everywhere. block_k: a multiple of 8. WHOLE: both are multiples of 128.
-    words: int64 (blocks, 128), kinds: int8 (blocks,), of all blocks of queries and then of keys.
+    words: as ``kinds_behind`` takes them, with the kinds behind.
     Grid: blocks of 128 keys, of 128 queries, batch * heads.
     """
     WORDS: tl.constexpr = ROWS // 8
@@ -102,21 +102,22 @@ def bits_kernel(
             kind = tl.load(kinds).to(tl.int32)
     shown = 2 * (kind == FULL).to(tl.int32) if kinds is not None and WHOLE and FULL == 1 else kind
     if is_plain(shown, queries, keys):
-        store_kind(kinds_ptr, shown, queries, keys)
+        store_kind(words_ptr, shown, queries, keys)
     else:
         seen = _seen(visible, kinds, kind, query, word, stride_q, (queries, keys),
                      (block_q, block_k, blocks_k), FULL, WHOLE)  # fmt: skip
-        store_words(words_ptr, kinds_ptr, seen, queries, keys)
+        store_words(words_ptr, seen, queries, keys)
 
 
 @triton.jit
-def store_words(words_ptr, kinds_ptr, seen, queries, keys):
+def store_words(words_ptr, seen, queries, keys):
     """The bits and the kinds of this program's blocks, as ``bits_kernel`` says.
 
     seen: int64 (128 queries, 16), which of eight keys are seen, a byte for each.
     """
     WORDS: tl.constexpr = ROWS // 8
     k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kinds_ptr = kinds_behind(words_ptr, tl.num_programs(2), queries, keys)
     # Products whose highest byte has the sum of the eight bytes, and the bits of the eight.
     counts = ((seen * 0x0101010101010101) >> 56).to(tl.int32) & 0xFF
     bytes_of_keys = ((seen * 0x0102040810204080) >> 56) & 0xFF
@@ -143,8 +144,9 @@ def store_words(words_ptr, kinds_ptr, seen, queries, keys):
 
 
 @triton.jit
-def store_kind(kinds_ptr, kind, queries, keys):
+def store_kind(words_ptr, kind, queries, keys):
     """The kind that all blocks of this program have. Only partial blocks need words."""
+    kinds_ptr = kinds_behind(words_ptr, tl.num_programs(2), queries, keys)
     k_block, q_block, mask_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pair = tl.arange(0, 2)
     kinds = (pair * 0 + kind).to(tl.int8)

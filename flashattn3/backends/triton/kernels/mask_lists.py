@@ -9,7 +9,7 @@ lists of queries, 1 lists of keys. SOURCE is where the scores come from: one of 
 import triton
 import triton.language as tl
 
-from .block_lists import COLUMNS, FIELDS, ROWS, start_of_keys
+from .block_lists import COLUMNS, FIELDS, ROWS, kinds_behind, start_of_keys
 from .mask_spans import (
     intervals_in_blocks,
     see_columns,
@@ -92,8 +92,8 @@ def lists_kernel(
 
     source, ends: starts and ends of intervals, (num_masks, queries, n), which do not overlap;
         otherwise as ``spans_of_rows`` takes them.
-    kinds: int8 (blocks,), of all blocks of queries and then of keys: of "bits" given, of intervals
-        written, otherwise None. lists: as ``_entries_and_work`` takes them. num_masks: batch *
+    kinds: int8 (blocks,), written, of all blocks of queries and then of keys, if the source are
+        intervals; otherwise None. lists: as ``_entries_and_work`` takes them. num_masks: batch *
         heads.
     Grid: the larger number of lists, 2.
     """
@@ -111,6 +111,9 @@ def lists_kernel(
             source_ptr, mask_idx, n, (left, right, sinks), (queries, keys),
             first_row + tl.arange(0, ROWS), SOURCE, CAUSAL,
         )  # fmt: skip
+    elif SOURCE == "bits":
+        kinds = kinds_behind(source_ptr, num_masks, queries, keys)
+        kinds += _first_block(row_list, num_masks, queries, keys)
     else:
         kinds = kinds_ptr + _first_block(row_list, num_masks, queries, keys)
     if SOURCE == "intervals":

@@ -22,14 +22,14 @@ def mask_mod({values}b, h, q, k):
 
 @triton.jit(do_not_specialize={numbers})
 def mask_mod_kernel(
-    {tensors}counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, words_ptr, kinds_ptr,
-    heads, queries, keys, block_q, block_k, blocks_q, blocks_k, {scalars}
+    {tensors}counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr, words_ptr, heads, queries,
+    keys, block_q, block_k, blocks_q, blocks_k, {scalars}
 ):
     blocks_ptr = counts_ptr, indices_ptr, full_counts_ptr, full_indices_ptr
     blocks = block_q, block_k, blocks_q, blocks_k
     kind = kind_of_program(blocks_ptr, blocks)
     if is_plain(kind, queries, keys):
-        store_kind(kinds_ptr, kind, queries, keys)
+        store_kind(words_ptr, kind, queries, keys)
     else:
         query = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
         first = tl.program_id(0) * ROWS + 8 * tl.arange(0, ROWS // 8)[None, :]
@@ -41,7 +41,7 @@ def mask_mod_kernel(
             seen = mask_mod({values}b, h, q, tl.minimum(key, keys - 1).to(tl.int64))
             seen = bytes_of_scores(seen, kind, blocks_ptr, blocks, query, key, queries, keys)
             bytes |= seen << (8 * i)
-        store_words(words_ptr, kinds_ptr, bytes, queries, keys)
+        store_words(words_ptr, bytes, queries, keys)
 """
 NUMBERS = ("heads", "queries", "keys", "block_q", "block_k", "blocks_q", "blocks_k")
 NAMES = ("kind_of_program", "is_plain", "store_kind", "bytes_of_scores", "store_words")
