@@ -259,7 +259,10 @@ def compile_dims(
 
 @pytest.mark.parametrize(
     ("dims", "page_size", "queries"),
-    [((40, 24), 0, 100), ((72, 72), 16, 100), ((104, 56), 0, 100), ((40, 24), 0, 1)],
+    [
+        *(((40, 24), 0, 100), ((72, 72), 16, 100), ((40, 24), 0, 1)),
+        pytest.param((104, 56), 0, 100, marks=pytest.mark.sweep),
+    ],
     ids=str,
 )
 def test_odd_multiples_of_8_load_as_wide_as_the_next_of_16(dims, page_size, queries, compilers):
