@@ -6,6 +6,7 @@ No network: every model is made from a config.
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import sys
 import warnings
@@ -992,6 +993,22 @@ def test_position_bias(side):
         results.append([logits, *biases])
     assert len(biases) == 2 and biases[0].any()
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3], ids=["causal", "window"])
+@pytest.mark.parametrize("shape", [(1, 4, 9, 1), (2, 1, 1, 9), (1, 4, 1, 1)], ids=str)
+def test_a_position_bias_of_one_row_or_column(shape, window):
+    q, k, v = torch.randn(3, 2, 4, 9, 8)
+    bias, layer = torch.randn(shape), torch.nn.Module()
+    found, of_all = (
+        fa3.attention(layer, q, k, v, None, position_bias=x, sliding_window=window)[0]
+        for x in (bias, bias.expand(2, 4, 9, 9).contiguous())
+    )
+    torch.testing.assert_close(found, of_all)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().triu(-8 if window is None else 1 - window)
+    masked = bias.expand(2, 4, 9, 9).masked_fill(~seen, -math.inf)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=masked)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", ["output_attentions", "cache", "head_mask"])

@@ -174,7 +174,8 @@ def attention(
         if edges is not None:
             segments = segments._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
     if position_bias is not None:
-        bias = segments.hidden_in(position_bias.to(query.dtype), batch)
+        bias = _of_all_scores(position_bias.to(query.dtype), query, key)
+        bias = segments.hidden_in(bias, batch)
         return _attend_with_bias(query, key, value, bias, scaling, softcap, s_aux), None
     if type(key) is QuantizedStates:
         key, value = _widened(key, value, query.dtype)
@@ -243,10 +244,15 @@ def options_of(values: tuple, s_aux: Tensor | None, query: Tensor) -> dict[str, 
 
 def _attend_with_bias(query, key, value, bias, *options) -> Tensor:
     """The attention of all queries to all keys that the bias does not hide."""
-    sizes = query.shape[2], key.shape[2]
-    rows = [n if found == 1 else -1 for n, found in zip(sizes, bias.shape[2:], strict=True)]
-    bias = bias.to(query.dtype).expand(-1, -1, *rows)
+    bias = _of_all_scores(bias.to(query.dtype), query, key)
     return _attend_densely(query, key, value, *options, bias=bias)
+
+
+def _of_all_scores(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A bias with a row for each query and a column for each key, where it has one for all."""
+    sizes = query.shape[2], key.shape[2]
+    sizes = [n if found == 1 else -1 for n, found in zip(sizes, bias.shape[2:], strict=True)]
+    return bias.expand(-1, -1, *sizes)
 
 
 def _attend_with_mask(query, key, value, seen, position_bias, *options) -> Tensor:
