@@ -285,6 +285,19 @@ def test_a_right_kernel_passes_where_the_baseline_is_right_by_luck(shape, dtype)
     assert all(map(torch.equal, without, zero))
 
 
+def test_no_rounding_moves_a_row_whose_keys_a_bias_hides():
+    case = dense("hidden", (3, 4), (1, 1), (4, 4), batch=1)
+    tensors = make_inputs(case, "cpu", torch.float16)
+    bias = torch.zeros(1, 1, 3, 4)
+    bias[:, :, 1] = -math.inf
+    tensors, options = tensors._replace(bias=bias), case.reference_options()
+    dout, dlse = make_output_gradients(case, tensors)
+    found = gradient_rounding(tensors, dout, dlse, torch.float16, **options)
+    of_rows = out_rounding(tensors, torch.float16, **options), found[0]
+    assert all(x.isfinite().all() and x[:, 0].all() and not x[:, 1].any() for x in of_rows)
+    assert all(x.isfinite().all() for x in found if x is not None)
+
+
 def fails(*arguments, **options) -> bool:
     try:
         check(*arguments, **options)

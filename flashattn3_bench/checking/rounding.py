@@ -166,6 +166,7 @@ def _probabilities(
     if added.sink is not None and added.sink.isfinite():
         column = added.sink.to(scores).expand(scores.shape[0], 1)
         scores = torch.cat((scores, column), 1)
+    blind = blind | (scores == -math.inf).all(1, keepdim=True)  # a bias hides all keys
     p = torch.softmax(scores, 1)[:, : k.shape[0]]
     return p.masked_fill(blind, 0.0), 1.0 - tanh.square()
 
