@@ -172,24 +172,6 @@ def test_capture_after_any_kind_of_node(case, before):
 
 
 @needs_hopper
-def test_a_replay_allocates_nothing():
-    case = CacheCase("replay", (5000, 300), 1, page_size=16)
-    inputs = make_cache_inputs(case, "cuda", torch.float16)
-    call_cached(inputs, backend="hopper")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call_cached(inputs, backend="hopper")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
-    for _ in range(10):
-        graph.replay()
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.mem_get_info()[0]
-    assert before == after
-    check_cached(case, inputs, *found, "replay")
-
-
-@needs_hopper
 def test_few_and_many_rows_in_turn_on_several_streams():
     """Every stream has counters of its own, which decode and forward kernels share."""
     many = make_cache_inputs(PAGED, "cuda", torch.float16)

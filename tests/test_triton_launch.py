@@ -329,14 +329,17 @@ def test_a_variable_launch_compiles_for_the_unit_of_each_calls_strides(monkeypat
     launched = []
 
     class Compiled:
-        def __getitem__(self, grid):
-            return lambda *arguments: launched.append("compiled")
+        pass
+
+    def start(*arguments):
+        launched.append("compiled")
 
     def inspected(*arguments, **constants):
         launched.append((constants["STRIDE_UNIT"], constants["BLOCK"]))
         return Compiled()
 
     monkeypatch.setattr(variable_launch, "CompiledKernel", Compiled)
+    monkeypatch.setattr(variable_launch, "starter", lambda compiled: start)
     constants = {"STRIDE_UNIT": 1, "BLOCK": 32}
     grid, wide = (1, 1, 1), {"BLOCK": 64}
     run = variable_launch.VariableLaunch({grid: inspected}, 1, constants, {}, wide, 1)
@@ -356,14 +359,17 @@ def test_a_tensor_that_is_not_aligned_takes_tritons_own_specialization(monkeypat
     launched = []
 
     class Compiled:
-        def __getitem__(self, grid):
-            return lambda *arguments: launched.append("aligned")
+        pass
+
+    def start(*arguments):
+        launched.append("aligned")
 
     def inspected(*arguments, **named):
         launched.append("inspected")
         return Compiled()
 
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launch, "starter", lambda compiled: start)
     run = launch.Launch({(1, 1, 1): inspected}, ("bf16",), (1, 1, 1), (), {}, {})
     aligned, unaligned = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (160, 168))
     for tensor in (unaligned, aligned, aligned, unaligned, aligned):
