@@ -202,7 +202,7 @@ BACKWARD_CONFIGS = (
 )
 
 DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-23"
-SPANS_MEASURED = "H100 80GB HBM3, bench --suite invariant, 2026-11-28"
+SPANS_MEASURED = "H200, bench --suite invariant, 2026-11-28"
 # head dim, block_n, num_stages, num_stages_beside, num_q_buffers, num_consumers
 DECODE_CONFIGS = tuple(
     DecodeConfig(dtype, *tile, spans=spans, measured=SPANS_MEASURED if spans else DECODE_MEASURED)
