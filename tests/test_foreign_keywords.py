@@ -110,7 +110,7 @@ def test_other_keywords_get_one_sentence(call):
 
 
 def test_what_some_functions_lack_is_taken_at_its_neutral_value():
-    """As code has it that passes every option to whatever function it calls."""
+    """Some callers pass every option to every function: neutral values change no result."""
     neutral, given = {"bias": None, "return_max_logit": False, "mask": None}, X[..., :6]
     assert same(flash_attn_with_kvcache(X, X, X, **neutral), flash_attn_with_kvcache(X, X, X))
     for name, value in (("bias", given), ("return_max_logit", True), ("mask", given)):

@@ -86,7 +86,7 @@ def documents(
     # too. Other blocks are partial at its two ends and, if causal, at the diagonal.
     most = batch * 4 * (-(-seqlen // BLOCK_COLUMNS) + 1)
     kind = "lengths" if ids is None else "ids"
-    source = triton_lists.Source(kind, given, None, causal, given.shape[-1])
+    source = triton_lists.Source(kind, given, causal=causal, n=given.shape[-1])
     spans = partial(_spans_of_documents, lengths, ids, seqlen, causal)
     return _of_source(Grid(batch, 1, seqlen, seqlen), source, spans, given.device, (most, most))
 

@@ -184,9 +184,12 @@ class HopperBackend:
     def decline_reason(self, problem: CallProblem, device: DeviceInfo) -> str | None:
         if isinstance(problem, CacheProblem):
             return cached.decline_reason(self, problem, device)
-        reason = packed.spans_reason(problem) or gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
-        reason = reason or score_reason(problem)
-        reason = reason or self.unusable_reason(_kernel_config(problem, device), problem.backend)
+        reason = (
+            packed.spans_reason(problem)
+            or gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
+            or score_reason(problem)
+            or self.unusable_reason(_kernel_config(problem, device), problem.backend)
+        )
         if reason is None and problem.split_tokens:
             return cached.decline_reason(self, _as_cached(problem), device)
         return reason
