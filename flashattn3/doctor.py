@@ -88,10 +88,15 @@ def _hopper_kernels() -> str:
         return _line("Hopper kernels", f"none: {library.error}")
     summary = f"{len(library.configs)} of {len(all_configs())} kernel configs"
     resources = [_resources(info) for info in kernel_info()]
-    reason = aten_node.unusable_reason()
-    node = "in C++" if reason is None else f"in Python, more host time: {reason}"
-    lines = _line("autograd node", node), _line("Hopper kernels", summary)
+    names = "autograd node", "with scores"  # the latter of calls with one tensor that changes them
+    lines = [_line(*of_node) for of_node in zip(names, map(_node, aten_node.NODES), strict=True)]
+    lines.append(_line("Hopper kernels", summary))
     return "\n".join([*lines, *resources])
+
+
+def _node(node: aten_node.AtenNode) -> str:
+    reason = aten_node.unusable_reason(node)
+    return "in C++" if reason is None else f"in Python, more host time: {reason}"
 
 
 def _resources(info: KernelInfo) -> str:

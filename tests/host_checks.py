@@ -48,6 +48,7 @@ from flashattn3.run import bhsd, doors, launches, operators
 from flashattn3.run.cached_plans import _checked_decode
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+SCORE_NODE = "ScaledDotProductFusedAttentionOverrideableBackward0"
 OWN_NODE = "_AttentionBackward"
 
 
@@ -59,8 +60,8 @@ def use(path: Path) -> ctypes.CDLL:
     host = ctypes.CDLL(str(path))
     host.host_events.restype = ctypes.c_char_p
     launches.has_node = attrgetter("is_cpu")
-    launches.node_of(library)
-    host.host_register_node()
+    launches.nodes_of(library)
+    host.host_register_nodes()
     backend = HopperBackend(library=lambda: library, only_measured=False)
     operators.BACKENDS, operators.describe_device = (backend, *WITHOUT_HOPPER), lambda device: H100
     return host
@@ -316,7 +317,7 @@ def check_calls_like_an_earlier_one(host):
             assert is_planned_in_python(unaligned, is_bhsd, gradients)
         assert is_planned_in_python(given(is_bhsd), is_bhsd, gradients, softmax_scale=0.3)
         for score in (
-            {"return_lse": True},  # the node in C++ differentiates out and q, k and v alone
+            {"return_lse": True},  # the nodes in C++ differentiate out alone
             {"return_max_logit": True},
             {"sinks": torch.randn(4)},
             {"sinks": torch.randn(4).bfloat16()},
@@ -383,7 +384,7 @@ def check_few_queries_of_many_keys(host):
         assert found == [event for event in events if event[0] == "launch"]
         assert out.shape == tensors[0].shape and out.is_contiguous()
         if gradients:
-            assert type(out.grad_fn).__name__ == (OWN_NODE if more else NODE)
+            assert type(out.grad_fn).__name__ == (SCORE_NODE if more else NODE)
             backward = events_of(host, partial(torch.autograd.grad, out, leaves, out))
             assert sum(event[0] == "launch" for event in backward) >= 3
         else:
@@ -694,6 +695,16 @@ def check_refusals(host):
             operator(q, k, v, number, **given)
     with pytest.raises(RuntimeError, match=r"^flash_attn_func: v\.shape\[-3\] must be 31"):
         operator(q, k[:, :31], v, number)
+    of_score, sinks = (
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+        torch.zeros(4),
+    )
+    for given in ((sinks, 0.0, False, False), (sinks, number, True, False)):
+        with pytest.raises(RuntimeError, match=r"must be (the number|unset)"):
+            of_score(q, k, v, *given, scale=0)
+    for score, scale in ((sinks, None), (sinks, 3), (sinks, 0.5), (None, 0)):
+        with pytest.raises(RuntimeError, match="scale must be the index of attn_bias"):
+            of_score(q, k, v, score, number, scale=scale)
 
 
 def check_python_work(host):
@@ -701,8 +712,9 @@ def check_python_work(host):
     leaves = inputs(24)
     dout = torch.randn_like(leaves[0])
     assert work_of(lambda: flash_attn_func(*leaves, causal=True)) <= 29
-    plain = [x.detach() for x in leaves]
+    plain, sinks = [x.detach() for x in leaves], torch.zeros(4, requires_grad=True)
     assert work_of(lambda: flash_attn_func(*plain, causal=True)) <= 28
+    assert work_of(lambda: flash_attn_func(*leaves, causal=True, sinks=sinks)) <= 31
     layers = [torch.nn.Module() for _ in range(2)]
     for i, layer in enumerate(layers):
         layer.is_causal, layer.layer_idx = True, i
@@ -759,8 +771,12 @@ def times_of_calls() -> dict[str, float]:
     plain = [x.detach() for x in (q, k, v)]
     dout = torch.ones_like(q)
 
-    def both():
-        torch.autograd.grad(flash_attn_func(q, k, v), (q, k, v), dout)
+    def both(**scores):
+        leaves = [q, k, v, *(x for x in scores.values() if x.requires_grad)]
+        torch.autograd.grad(flash_attn_func(q, k, v, **scores), leaves, dout)
+
+    sinks, plain_sinks = torch.zeros(2, requires_grad=True), torch.zeros(2)
+    bias = q.new_zeros(1, 2, 64, 64, requires_grad=True)
 
     lengths = torch.full((2,), 40, dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
@@ -798,6 +814,10 @@ def times_of_calls() -> dict[str, float]:
         "forward": lambda: flash_attn_func(*plain),
         "forward with gradients": lambda: flash_attn_func(q, k, v),
         "forward and backward": both,
+        "forward, sinks": lambda: flash_attn_func(*plain, sinks=plain_sinks),
+        "forward with gradients, sinks": lambda: flash_attn_func(q, k, v, sinks=sinks),
+        "forward and backward, sinks": partial(both, sinks=sinks),
+        "forward and backward, bias": partial(both, bias=bias),
         "forward and backward, heads first": both_of_bhsd,
         "forward and backward, transposed": both_of_transposes,
         "operators of a compiled graph": both_of_a_graph,

@@ -84,7 +84,7 @@ def test_the_kernels_are_counted(capsys, monkeypatch):
     printed = printed_by_doctor(capsys)
     said = "  forward_a: 512 threads, 2 KiB of shared memory\n"
     assert f"Hopper kernels   1 of {len(all_configs())} kernel configs\n{said}" in printed
-    assert "autograd node    in C++" in printed
+    assert "autograd node    in C++\nwith scores      in C++\n" in printed
 
 
 @pytest.mark.skipif(GPU, reason="says what a machine without GPU sees")

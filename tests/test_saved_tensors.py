@@ -136,21 +136,28 @@ def test_the_gradient_keeps_what_was_in_force_in_its_forward(device, monkeypatch
     assert seen == [("reference", True)]
 
 
-@pytest.mark.parametrize("kind", ["switch", "schema"])
-def test_the_node_is_used_only_where_torch_has_the_known_operator(kind, monkeypatch):
+@pytest.mark.parametrize("node", aten_node.NODES, ids=lambda node: node.register)
+@pytest.mark.parametrize("kind", ["switch", "schema", "oldest"])
+def test_a_node_is_used_only_where_torch_has_the_known_operator(kind, node, monkeypatch):
+    torch_version = f"torch {torch.__version__}"
     if kind == "switch":
         monkeypatch.setenv(aten_node.SWITCH, "0")
         wanted = "FLASHATTN3_AUTOGRAD_NODE=0"
+    elif kind == "schema":
+        forward, backward = node.arguments
+        backward = backward.replace("is_causal, ", "is_causal, int window=0, ")
+        node = node._replace(arguments=(forward, backward))
+        wanted = f"{torch_version} has another aten::{node.name}_backward"
     else:
-        name = f"{aten_node.NAME}_backward"
-        schema = aten_node.SCHEMAS[name].replace("is_causal, ", "is_causal, int window=0, ")
-        monkeypatch.setitem(aten_node.SCHEMAS, name, schema)
-        wanted = f"torch {torch.__version__} has another aten::{name}"
-    assert aten_node.unusable_reason.__wrapped__() == wanted
-    monkeypatch.setattr(aten_node, "unusable_reason", lambda: wanted)
-    assert aten_node.registered_node.__wrapped__(None) is None
+        node = node._replace(oldest=(99, 1))
+        wanted = f"{torch_version} is older than 99.1"
+    assert aten_node.unusable_reason.__wrapped__(node) == wanted
+    monkeypatch.setattr(aten_node, "NODES", (node, node))
+    monkeypatch.setattr(aten_node, "unusable_reason", lambda node: wanted)
+    assert aten_node.registered_nodes.__wrapped__(None) == (None, None)
 
 
-def test_this_torch_has_the_known_operator():
-    for name, schema in aten_node.SCHEMAS.items():
+@pytest.mark.parametrize("node", aten_node.NODES, ids=lambda node: node.register)
+def test_this_torch_has_the_known_operators(node):
+    for name, schema in node.schemas.items():
         assert aten_node.schema_of(name) == schema

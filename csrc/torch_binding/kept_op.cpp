@@ -61,16 +61,8 @@ bool are_readable(const GivenTensors& given, const Axes& axes) {
 CallTensors in_rows(const GivenTensors& given, const KeptPasses& kept) {
   const bool varlen = given.varlen();
   const Axes& axes = kept.axes();
-  CallTensors tensors{.q = rows_of(given.q, axes, varlen),
-                      .k = rows_of(given.k, axes, varlen),
-                      .v = rows_of(given.v, axes, varlen),
-                      .cu_seqlens_q = given.cu_seqlens_q,
-                      .cu_seqlens_k = given.cu_seqlens_k,
-                      .bhsd = kept.bhsd && !varlen};
-#define FLASHATTN3_OPTIONAL(name) tensors.name = given.name;
-  FLASHATTN3_SCORE_TENSORS(FLASHATTN3_OPTIONAL)
-#undef FLASHATTN3_OPTIONAL
-  return tensors;
+  return given.with_sides(rows_of(given.q, axes, varlen), rows_of(given.k, axes, varlen),
+                          rows_of(given.v, axes, varlen), kept.bhsd && !varlen);
 }
 
 std::tuple<Optional, Optional> run(int64_t options, bool returns_lse, const GivenTensors& given,

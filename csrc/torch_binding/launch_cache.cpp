@@ -24,12 +24,14 @@ using Optional = std::optional<Tensor>;
 constexpr int kAxes = 4;
 #define FLASHATTN3_TENSOR(name) +kAxes
 #define FLASHATTN3_WORD(name) +1
+#define FLASHATTN3_WORDS(name) +2
 // The options, the GPU, the dtype, and of each tensor what a plan depends on.
-using Key =
-    std::array<int64_t, 3 FLASHATTN3_FOUND_PLAN(FLASHATTN3_TENSOR, FLASHATTN3_WORD, FLASHATTN3_WORD,
-                                                FLASHATTN3_WORD, FLASHATTN3_TENSOR)>;
+using Key = std::array<int64_t,
+                       3 FLASHATTN3_FOUND_PLAN(FLASHATTN3_TENSOR, FLASHATTN3_WORD, FLASHATTN3_WORDS,
+                                               FLASHATTN3_WORDS, FLASHATTN3_TENSOR)>;
 #undef FLASHATTN3_TENSOR
 #undef FLASHATTN3_WORD
+#undef FLASHATTN3_WORDS
 
 constexpr int64_t kAbsent = -1;
 
@@ -59,20 +61,25 @@ class KeyWriter {
     if (fits_) *word_++ = tensor->size(0);
   }
 
-  // Their dtype.
+  // Their number, which finds nothing if it is wrong, and dtype.
   void sinks(const Optional& tensor) {
-    if (is_absent(tensor, 1)) return;
+    if (is_absent(tensor, 2)) return;
     fits_ = tensor->dim() == 1 && tensor->is_contiguous() && is_beside_q(*tensor);
+    if (!fits_) return;
+    *word_++ = tensor->size(0);
     *word_++ = dtype_of(*tensor);
   }
 
-  // Their number of axes.
+  // Sizes, of one axis behind one that is absent.
   void slopes(const Optional& tensor) {
-    if (is_absent(tensor, 1)) return;
+    if (is_absent(tensor, 2)) return;
     const int64_t axes = tensor->dim();
-    fits_ = axes >= 1 && (tensor->size(axes - 1) <= 1 || tensor->stride(axes - 1) == 1) &&
+    fits_ = (axes == 1 || axes == 2) &&
+            (tensor->size(axes - 1) <= 1 || tensor->stride(axes - 1) == 1) &&
             dtype_of(*tensor) == aoti_torch_dtype_float32() && is_beside_q(*tensor);
-    *word_++ = axes;
+    if (!fits_) return;
+    *word_++ = axes == 2 ? tensor->size(0) : kAbsent;
+    *word_++ = tensor->size(axes - 1);
   }
 
   // Sizes. The gradient of rows of other lengths is a copy.
@@ -135,6 +142,20 @@ GivenTensors GivenTensors::take(Arguments& arguments) {
 #undef FLASHATTN3_OPTIONAL
   if (arguments.has_more()) take_scores(arguments, given);
   return given;
+}
+
+CallTensors GivenTensors::with_sides(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     bool bhsd) const {
+  CallTensors tensors{.q = q,
+                      .k = k,
+                      .v = v,
+                      .cu_seqlens_q = cu_seqlens_q,
+                      .cu_seqlens_k = cu_seqlens_k,
+                      .bhsd = bhsd};
+#define FLASHATTN3_OPTIONAL(name) tensors.name = name;
+  FLASHATTN3_SCORE_TENSORS(FLASHATTN3_OPTIONAL)
+#undef FLASHATTN3_OPTIONAL
+  return tensors;
 }
 
 std::optional<KeptPasses> find_passes(int64_t options, const GivenTensors& tensors) {

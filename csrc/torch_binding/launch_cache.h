@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "call_tensors.h"
+#include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
 #include "torch_binding/launch_record.h"
 #include "torch_binding/mask_tensors.h"
@@ -84,6 +85,8 @@ struct GivenTensors {
 
   static GivenTensors take(Arguments& arguments);
   bool varlen() const { return cu_seqlens_q.has_value(); }
+  // The call with other q, k and v.
+  CallTensors with_sides(const Tensor& q, const Tensor& k, const Tensor& v, bool bhsd) const;
 };
 
 // The mask of calls whose options have a number for this mask alone, so that the operators take no

@@ -199,9 +199,26 @@ def _saved_error(function: str, dout: Tensor, of_lse: torch.dtype, **saved: Tens
     raise AssertionError("all saved tensors fit")
 
 
+def in_saved_order(lse: Tensor, out: Tensor, q, k, v, *rest) -> tuple[Tensor | None, ...]:
+    """What autograd saves, in the order of the node in C++, because checkpoints count: the tensors
+    that change scores, k, q, v, lse, out and all others. rest: as in ``Tensors``."""
+    return (*rest[_SCORES], k, q, v, lse, out, *rest[: _SCORES.start], *rest[_SCORES.stop :])
+
+
+def of_saved(saved: tuple) -> tuple[Tensor, Tensor, tuple]:
+    """lse, out and the values of ``Tensors``, of what ``in_saved_order`` returns."""
+    first = _SCORES.stop - _SCORES.start if len(saved) > _NUM_SAVED else 0
+    k, q, v, lse, out, *others = saved[first:]
+    edges, of_mask = others[: _SCORES.start], others[_SCORES.start :]
+    return lse, out, (q, k, v, *edges, *saved[:first], *of_mask)
+
+
+_SCORES = slice(NUM_TENSORS - 3, BIAS - 2)  # behind q, k and v: sinks, slopes and bias
+_NUM_SAVED = NUM_TENSORS + 2  # where nothing changes scores
+
+
 class AttentionOfOperator(torch.autograd.Function):
-    """Of the tensors and the ``Call``. It saves in the order of the node in C++: checkpoints
-    count."""
+    """Of the tensors and the ``Call``."""
 
     @staticmethod
     def forward(*arguments):
@@ -211,17 +228,16 @@ class AttentionOfOperator(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.num_inputs = inputs[-1], len(inputs)
-        q, k, v, *rest = inputs[: ctx.call.num_tensors]
         out, lse, *max_logit = output
         ctx.mark_non_differentiable(*max_logit)
-        ctx.save_for_backward(k, q, v, lse, out, *rest)
+        ctx.save_for_backward(*in_saved_order(lse, out, *inputs[: ctx.call.num_tensors]))
 
     @staticmethod
     def backward(ctx, dout, dlse, *_):
         if dout is None and dlse is None:
             return (None,) * ctx.num_inputs
-        k, q, v, lse, out, *rest = ctx.saved_tensors
-        gradients = ctx.call.gradient(dout, dlse, out, lse, q, k, v, *rest)
+        lse, out, values = of_saved(ctx.saved_tensors)
+        gradients = ctx.call.gradient(dout, dlse, out, lse, *values)
         return (*gradients, *(None,) * (ctx.num_inputs - len(gradients)))
 
     @staticmethod

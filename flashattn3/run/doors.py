@@ -22,6 +22,7 @@ from ..call.operands import (
     LEARNED,
     Scaled,
     Tensors,
+    changes_scores,
     check_tensor_types,
     checked_key_of,
     data_of,
@@ -50,6 +51,8 @@ from .derivative import (
     checked_saved,
     differentiated,
     gradient_of,
+    in_saved_order,
+    of_saved,
     or_zeros,
 )
 from .launches import LaunchCache
@@ -86,7 +89,11 @@ def attend(
     scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is entries is None)
     if scores and tensors.alibi_slopes is not None:
         refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
-    if is_plain() and have_data(q, k, v) and not (scores and _is_score_watched(tensors, mask)):
+    if (
+        is_plain()
+        and have_data(q, k, v)
+        and not (scores and is_score_watched(tensors, mask is not None and id(mask) in _of_masks))
+    ):
         attend_plain = _attend_plain
         if profiler._is_profiler_enabled:
             in_rows = _transposed(tensors) if bhsd else tensors
@@ -118,10 +125,6 @@ def _cache_of_mask(options: Options, bhsd: bool, mask: Mask) -> LaunchCache:
     return found
 
 
-def _is_score_watched(tensors: Tensors, mask: Mask | None) -> bool:
-    return is_score_watched(tensors, mask is not None and id(mask) in _of_masks)
-
-
 def _forget(mask_id: int, caches: dict[tuple, LaunchCache]) -> None:
     _of_masks.pop(mask_id, None)
     for cache in caches.values():
@@ -137,8 +140,8 @@ def _attend_plain(
     tensors: Tensors, options: Options, bhsd: bool, scores: bool, mask: Mask | None
 ) -> Tensor | tuple[Tensor, ...]:
     """An eager call that nothing watches. The operators of the backend find the launch of a dense
-    one, with an autograd node in C++ where out is all that it returns and only q, k and v may need
-    a gradient.
+    one, with an autograd node in C++ where out is all that it returns and at most one tensor,
+    beside the mask, changes scores.
 
     Hooks see the same saved tensors with either node, and of any such call: checkpoints compare
     them with those of the same call at another time. scores: whether a tensor changes scores. The
@@ -152,8 +155,9 @@ def _attend_plain(
         for x in learned:
             needs_gradient = needs_gradient or (x is not None and x.requires_grad)
     differentiably = needs_gradient and torch.is_grad_enabled()
+    if differentiably and q.dtype in EIGHT_BIT:
+        refuse_gradients(options.function, **tensors_by_name(tensors))
     returns_more = options.return_lse or options.return_max_logit
-    with_node = differentiably and not (changes or returns_more)
     cache = operators = results = None
     if mask is not None:
         cache = _cache_of_mask(options, bhsd, mask)
@@ -163,10 +167,10 @@ def _attend_plain(
         operators = cache.operators
     if operators is None:
         pass
-    elif with_node:
-        results = _attend_with_node(cache, q, k, v, mask)
     elif differentiably:
-        if q.dtype not in EIGHT_BIT:
+        if not returns_more:
+            results = _attend_with_node(cache, tensors, changes, mask)
+        if results is None:
             return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, None)
     elif changes:
         results = cache.run(operators.forward_scores, options.return_lse, *found_of(tensors))
@@ -174,24 +178,30 @@ def _attend_plain(
         results = cache.run(operators.forward, options.return_lse, q, k, v)
     if results is not None:
         return returned(results, options) if returns_more else results[0]
-    if differentiably and q.dtype in EIGHT_BIT:
-        refuse_gradients(options.function, **tensors_by_name(tensors))
     planned = _planned(tensors, options, bhsd, cache)
-    if with_node and cache is not None and cache.operators is not None:
-        results = _attend_with_node(cache, q, k, v, mask)
-        if results is not None:
-            return results[0]
     if differentiably:
+        if not returns_more and cache is not None and cache.operators is not None:
+            results = _attend_with_node(cache, tensors, changes, mask)
+            if results is not None:
+                return results[0]
         return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, planned)
     results = planned[0].forward(_transposed(tensors) if bhsd else tensors)
     return returned(results, options) if returns_more else results[0]
 
 
 def _attend_with_node(
-    cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None
-) -> tuple[Tensor, Tensor] | None:
-    """See ``LaunchCache.attend``. The mask lives as long as the node of out."""
-    results = cache.attend(q, k, v)
+    cache: LaunchCache, tensors: Tensors, changes: bool, mask: Mask | None
+) -> tuple[Tensor, ...] | None:
+    """See ``LaunchCache.attend``; None also if several tensors change scores. The mask lives as
+    long as the node of out. changes: whether a tensor beside the mask changes scores."""
+    score = index = None
+    if changes:
+        for place, x in enumerate((tensors.sinks, tensors.alibi_slopes, tensors.bias)):
+            if x is not None:
+                if score is not None:
+                    return None
+                score, index = x, place
+    results = cache.attend(tensors.q, tensors.k, tensors.v, score, index)
     if mask is not None and results is not None:
         results[0].grad_fn.metadata[_MASK] = mask
     return results
@@ -212,24 +222,35 @@ def _planned(
     return launch, key
 
 
-def _forward_of_node(cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    tensors = _with_mask(cache, q, k, v)
+def _forward_of_node(cache: LaunchCache, *of_call: Tensor | None) -> tuple[Tensor, Tensor]:
+    tensors = _tensors_of_node(cache, *of_call)
     launch, _ = _planned(tensors, cache.options, cache.bhsd, cache)
     return launch.forward(_transposed(tensors) if cache.bhsd else tensors)
 
 
-def _backward_of_node(cache: LaunchCache, dout, out, lse, *of_call) -> tuple[Tensor, ...]:
-    tensors = _with_mask(cache, *of_call)
+def _backward_of_node(
+    cache: LaunchCache, dout, out, lse, q, k, v,
+    sinks=None, alibi_slopes=None, bias=None, with_dbias: bool = False,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """dq, dk, dv and the gradient of the tensor that changes scores."""
+    tensors = _tensors_of_node(cache, q, k, v, sinks, alibi_slopes, bias)
     in_rows = _transposed(tensors) if cache.bhsd else tensors
     out, lse = checked_saved(cache.options.function, dout, out, lse, in_rows)
     launch, _ = _planned(tensors, cache.options, cache.bhsd, cache)
-    gradients = launch.backward(dout, None, out, lse, in_rows)
-    return tuple(x.transpose(1, 2) for x in gradients) if cache.bhsd else gradients
+    more = (with_dbias,) if changes_scores(tensors) else ()
+    gradients = by_tensor(launch.backward(dout, None, out, lse, in_rows, *more), *tensors)
+    of_score = None
+    if more:
+        of_score = next((x for x in learned_of(gradients) if x is not None), None)
+    sides = gradients[:3]
+    return (*(x.transpose(1, 2) for x in sides), of_score) if cache.bhsd else (*sides, of_score)
 
 
-def _with_mask(cache: LaunchCache, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+def _tensors_of_node(
+    cache: LaunchCache, q, k, v, sinks=None, alibi_slopes=None, bias=None
+) -> Tensors:
     lists = () if cache.mask is None else cache.mask().tensors
-    return Tensors(q, k, v, *(None,) * 7, *lists)
+    return Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
 
 
 def _transposed(tensors: Tensors) -> Tensors:
@@ -332,7 +353,7 @@ class _Attention(torch.autograd.Function):
             planned = planned or _planned(tensors, options, bhsd, cache)
             results = planned[0].forward(_transposed(tensors) if bhsd else tensors)
         out, lse = results[0], results[1]
-        ctx.save_for_backward(k, q, v, lse, out, *tensors[3:])
+        ctx.save_for_backward(*in_saved_order(lse, out, *tensors))
         ctx.call = options, bhsd, scores, cache, planned
         if options.return_max_logit:
             ctx.mark_non_differentiable(results[2])
@@ -349,8 +370,8 @@ class _Attention(torch.autograd.Function):
         dlse = others[0] if options.return_lse else None
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        k, q, v, lse, out, *rest = ctx.saved_tensors
-        tensors = Tensors(q, k, v, *rest)
+        lse, out, values = of_saved(ctx.saved_tensors)
+        tensors = Tensors(*values)
         with_dbias = ctx.needs_input_grad[_BIAS : _BIAS + 1] if scores else ()
         plain = is_plain() and type(dout) is Tensor and not is_batched(dout, dlse)
         at_once = plain and not torch.is_grad_enabled()

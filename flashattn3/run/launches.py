@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..call.cached import DecodeOptions, lse_shape, one_q_position
 from ..call.dtypes import EIGHT_BIT
 from ..modes import has_autocast
-from .aten_node import registered_node
+from .aten_node import registered_nodes
 
 if TYPE_CHECKING:
     from ..backends.base import CachedOperators, PassOperators
@@ -33,7 +33,8 @@ class LaunchCache:
     """The launches of calls with the same options, and the same axes. The backend's operators keep
     them under the number of the cache; a call whose launch they do not have is checked in Python.
 
-    operators: None before the first launch. node: attention with an autograd node in C++, or None.
+    operators: None before the first launch. nodes: attention with an autograd node in C++, of plain
+        calls and of those with one tensor that changes scores, or None.
     mask: the only one of these calls, whose tensors the operators keep beside the launches, or
         None. It is not kept alive: ``forget`` follows its end.
     in_python: compute both passes of a call of the node whose launch the operators do not have,
@@ -51,7 +52,7 @@ class LaunchCache:
         self.mask = None if mask is None else ref(mask)
         self.number = next(_numbers)
         self.operators: PassOperators | CachedOperators | None = None
-        self.node: Callable | None = None
+        self.nodes: tuple[Callable | None, ...] = None, None
 
     def keep(self, keep: Callable, *call: object) -> None:
         """Give the operators a launch for calls like this one. keep, call: of ``Launch.keep``."""
@@ -59,7 +60,7 @@ class LaunchCache:
             operators = keep(self.number, *call)
         if operators.namespace is not None and len(_with_node) < MOST:
             _with_node[self.number] = self
-            self.node = node_of(operators)
+            self.nodes = nodes_of(operators)
         self.operators = operators
 
     def forget(self) -> None:
@@ -77,14 +78,19 @@ class LaunchCache:
             return None
         return None if results[0] is None else results
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Compute out and lse with the node; only out is differentiable. None if Python has to:
-        there is no node."""
-        run = self.node
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, index: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        """Compute out and lse with a node; only out is differentiable. None if Python has to: there
+        is no node. score: a tensor that changes scores; index: its place among these."""
+        of_sides, of_score = self.nodes
+        run = of_sides if score is None else of_score
         if run is None or not has_node(q):
             return None
         try:
-            return run(q, k, v, self.number)
+            if score is None:
+                return run(q, k, v, self.number)
+            return run(q, k, v, score, self.number, scale=index)
         except RuntimeError as raised:  # hooks on saved tensors have seen the call: no second try
             error = _failed.__dict__.pop("error", None)
             if error is None or _text(error) not in str(raised):  # of a hook, or of the kernel
@@ -98,29 +104,31 @@ _with_node: dict[int, LaunchCache] = {}
 _failed = local()  # error: what forward_in_python raised in this thread
 
 
-def forward_in_python(number: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
+def forward_in_python(number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The backend's operator of this name. Its caller in C++ loses exceptions."""
     cache = _with_node[number]
     try:
-        return (*cache.in_python[0](cache, q, k, v), None)
+        return (*cache.in_python[0](cache, *tensors), None)
     except BaseException as error:
         _failed.error = error
         return None, None, _message(error)
 
 
-def backward_in_python(number: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-    """The same of the gradient, from dout, out, lse, q, k and v. Autograd runs it in a thread of
-    its own, so that its caller gets the message alone."""
+def backward_in_python(
+    number: int, dout: Tensor, out: Tensor, lse: Tensor, *tensors: object
+) -> tuple[Tensor | None, ...]:
+    """The same of the gradient. Autograd runs it in a thread of its own, so that its caller gets
+    the message alone."""
     cache = _with_node[number]
     try:
-        return (*cache.in_python[1](cache, *tensors), None)
+        return (*cache.in_python[1](cache, dout, out, lse, *tensors), None)
     except BaseException as error:
-        return None, None, None, _message(error)
+        return None, None, None, None, _message(error)
 
 
-def node_of(operators: PassOperators) -> Callable | None:
-    """The attention with the autograd node of these operators, registered in the first call."""
-    return registered_node(operators.namespace, forward_in_python, backward_in_python)
+def nodes_of(operators: PassOperators) -> tuple[Callable | None, ...]:
+    """The attention with the autograd nodes of these operators, registered in the first call."""
+    return registered_nodes(operators.namespace, forward_in_python, backward_in_python)
 
 
 def _message(error: BaseException) -> Tensor:

@@ -111,7 +111,8 @@ def find_library() -> Library:
         "backward_scores": BACKWARD_ARGUMENTS,
     }
     found = {name: _operator(operators, name) for name in _OPERATORS}
-    older = None in (*found.values(), _operator(operators, "register_autograd_node"))
+    of_nodes = (_operator(operators, f"register_{kind}_node") for kind in ("autograd", "score"))
+    older = None in (*found.values(), *of_nodes)
     if older or any(_arguments_of(found[name]) != wanted for name, wanted in arguments.items()):
         return Library(error="the Hopper kernels were built from other sources")
     return Library(

@@ -83,7 +83,10 @@ EXPORTED const char* host_events() { return events.c_str(); }
 // Of torch's stream.
 EXPORTED void host_stream_priority(int priority) { stream_priority = priority; }
 EXPORTED void host_fail_next_launch() { next_launch_fails = true; }
-EXPORTED void host_register_node() { flashattn3::register_autograd_node("CPU"); }
+EXPORTED void host_register_nodes() {
+  flashattn3::register_autograd_node("CPU");
+  flashattn3::register_score_node("CPU");
+}
 
 int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
 AOTITorchError aoti_torch_cuda_view_dtype(AtenTensorHandle self, int32_t dtype,
