@@ -156,7 +156,7 @@ TAIL = """## Symptoms without an error
 | results differ from torch where sq ≠ sk | causal is aligned to the [bottom right](migrating.md) |
 | rows of zeros | these rows see no key: a causal call with more queries than keys |
 | NaN in rows that do not see a NaN key | kernels multiply [whole tiles](algorithm.md#the-mask) |
-| a GPU profile has `…_flash_attention_for_cpu` or `…_attention_overrideable` | the autograd nodes of Hopper's dense calls |
+| a GPU profile has `…_for_cpu` or `…_overrideable` | the autograd nodes of dense Hopper calls |
 | gradients differ from run to run | [deterministic=True](training.md) |
 """
 
