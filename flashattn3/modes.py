@@ -108,11 +108,14 @@ def refuse_tangents(function: str, *tensors: torch.Tensor | None) -> None:
 
 def needs_gradient(values: Iterable[object]) -> bool:
     """Return whether grad mode is on and one of the values is a tensor that requires a gradient."""
-    if torch.is_grad_enabled():
-        for x in values:
-            if x is not None and isinstance(x, torch.Tensor) and x.requires_grad:
-                return True
-    return False
+    if not torch.is_grad_enabled():
+        return False
+    if not _is_compiling():
+        return _any_requires_grad(*values)
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
+
+
+_any_requires_grad = torch._C._any_requires_grad  # the compiler does not trace it
 
 
 def no_fp8_gradient(function: str, name: str) -> UnsupportedError:

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -128,13 +129,22 @@ std::array<Quantized, kCount> quantize_all(const char* function, const Source (&
   }
   constexpr int64_t kDescaleBytes = sizeof(float);
   const int64_t before = together ? bytes / kDescaleBytes : 0;
-  const Tensor descales = new_tensor({1, {before + number}}, aoti_torch_dtype_float32(), device);
+  const int32_t fp32 = aoti_torch_dtype_float32(), e4m3 = aoti_torch_dtype_float8_e4m3fn();
+  std::optional<Tensor> of_all, of_int8;  // views of the allocation that results share
+  if (together) {
+    of_all = new_tensor({1, {bytes + number * kDescaleBytes}}, e4m3, device);
+    const auto is_int8 = [](const Source& source) { return source.form.int8; };
+    if (std::ranges::any_of(sources, is_int8)) of_int8 = view_as(*of_all, aoti_torch_dtype_int8());
+  }
+  const Tensor descales =
+      together ? view_as(*of_all, fp32) : new_tensor({1, {number}}, fp32, device);
   const auto quantized = [&](size_t i) -> Quantized {
     const auto& [rows, form] = sources[i];
     const int64_t heads = rows.num_heads;
-    const int32_t to = form.int8 ? aoti_torch_dtype_int8() : aoti_torch_dtype_float8_e4m3fn();
-    const Tensor bytes_of_data =
-        together ? view_as(descales, to) : new_tensor({1, {of_data[i].count()}}, to, device);
+    const int32_t to = form.int8 ? aoti_torch_dtype_int8() : e4m3;
+    const Tensor bytes_of_data = !together   ? new_tensor({1, {of_data[i].count()}}, to, device)
+                                 : form.int8 ? *of_int8
+                                             : *of_all;
     const Tensor data = view_of(bytes_of_data, of_data[i], first_byte[i]);
     const Tensor descale = view_of(descales, of_descale[i], before + first_descale[i]);
     return {

@@ -26,40 +26,44 @@ using Optional = std::optional<Tensor>;
 constexpr char kName[] = "rotate_and_quantize";
 constexpr int64_t kVec = 8;  // elements of 16 bytes
 
-// Arguments of a call, in the order of the schema. Without k and v q is alone or, where num_heads_q
-// is not -1, has their heads behind its own. mean: of k, as QuantizeParams has it. signs: of the
-// rotation of the head dim; none: no rotation. Norms: fp32 (head_dim,). max_seqlen: -1 without
-// cu_seqlens. together: all results in one allocation, which torch forbids the results of custom
-// operators.
+// Arguments of a call, in the order of the schema. Its overload "further" has the tensors behind
+// `together`, which most calls lack: torch takes time for each argument. Without k and v q is alone
+// or, where num_heads_q is not -1, has their heads behind its own. mean: of k, as QuantizeParams
+// has it. signs: of the rotation of the head dim; none: no rotation. Norms: fp32 (head_dim,).
+// max_seqlen: -1 without cu_seqlens. together: all results in one allocation, which torch forbids
+// the results of custom operators.
 struct Call {
   Tensor q;
-  Optional k, v, mean, signs, q_norm, k_norm, cos, sin, positions, cu_seqlens;
+  Optional k, v, cos, sin, signs;
   int64_t num_heads_q;
   bool interleaved;
   double eps;
   int64_t block, max_seqlen;
   bool int8, together;
+  Optional positions, q_norm, k_norm, cu_seqlens, mean;
 
   static Call take(Arguments& arguments) {
     const auto optional = [&] { return arguments.take<Optional>(); };
-    return {.q = arguments.take<Tensor>(),
-            .k = optional(),
-            .v = optional(),
-            .mean = optional(),
-            .signs = optional(),
-            .q_norm = optional(),
-            .k_norm = optional(),
-            .cos = optional(),
-            .sin = optional(),
-            .positions = optional(),
-            .cu_seqlens = optional(),
-            .num_heads_q = arguments.take<int64_t>(),
-            .interleaved = arguments.take<bool>(),
-            .eps = arguments.take<double>(),
-            .block = arguments.take<int64_t>(),
-            .max_seqlen = arguments.take<int64_t>(),
-            .int8 = arguments.take<bool>(),
-            .together = arguments.take<bool>()};
+    Call call{.q = arguments.take<Tensor>(),
+              .k = optional(),
+              .v = optional(),
+              .cos = optional(),
+              .sin = optional(),
+              .signs = optional(),
+              .num_heads_q = arguments.take<int64_t>(),
+              .interleaved = arguments.take<bool>(),
+              .eps = arguments.take<double>(),
+              .block = arguments.take<int64_t>(),
+              .max_seqlen = arguments.take<int64_t>(),
+              .int8 = arguments.take<bool>(),
+              .together = arguments.take<bool>()};
+    if (!arguments.has_more()) return call;
+    call.positions = optional();
+    call.q_norm = optional();
+    call.k_norm = optional();
+    call.cu_seqlens = optional();
+    call.mean = optional();
+    return call;
   }
 
   int64_t axes() const { return cu_seqlens ? 3 : 4; }
@@ -246,8 +250,8 @@ Results run(const Call& call) {
   return {x.data, x.descale, y.data, y.descale, z.data, z.descale};
 }
 
-void rotate_and_quantize(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
+void rotate_and_quantize(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  Arguments arguments(stack, num_arguments);
   const Call call = Call::take(arguments);
   return_results(stack, run(call));
 }
@@ -255,21 +259,27 @@ void rotate_and_quantize(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
-  library.def(
-      "rotate_and_quantize(Tensor q, Tensor? k, Tensor? v, Tensor? k_mean, Tensor? signs, "
-      "Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor? positions, "
-      "Tensor? cu_seqlens, int num_heads_q, bool interleaved, float eps, int block, "
-      "int max_seqlen, bool int8, bool together) -> (Tensor? q, Tensor? q_descale, "
-      "Tensor? k, Tensor? k_descale, Tensor? v, Tensor? v_descale)");
+#define FA3_CALL                                                                                \
+  "(Tensor q, Tensor? k, Tensor? v, Tensor? cos, Tensor? sin, Tensor? signs, int num_heads_q, " \
+  "bool interleaved, float eps, int block, int max_seqlen, bool int8, bool together"
+#define FA3_RESULTS                                                                       \
+  ") -> (Tensor? q, Tensor? q_descale, Tensor? k, Tensor? k_descale, Tensor? v, Tensor? " \
+  "v_descale)"
+  library.def("rotate_and_quantize" FA3_CALL FA3_RESULTS);
+  library.def("rotate_and_quantize.further" FA3_CALL
+              ", Tensor? positions, Tensor? q_norm, Tensor? k_norm, Tensor? cu_seqlens, "
+              "Tensor? k_mean" FA3_RESULTS);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("rotate_and_quantize", rotate_and_quantize);
+  library.impl("rotate_and_quantize.further", rotate_and_quantize);
 }
 
 // Tensors on the CPU, which the kernel does not read, get None.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("rotate_and_quantize", rotate_and_quantize);
+  library.impl("rotate_and_quantize.further", rotate_and_quantize);
 }
 
 }  // namespace flashattn3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ Found = tuple[Tensor | None, ...]
 
 
 class _Numbers(NamedTuple):
-    """The operator's arguments behind the tensors. num_heads_q: -1: q, k and v are tensors of their
-    own, or q is alone. max_seqlen: -1: dense. together: all results in one allocation."""
+    """The operator's arguments that are no tensors. num_heads_q: -1: q, k and v are tensors of
+    their own, or q is alone. max_seqlen: -1: dense. together: all results in one allocation."""
 
     num_heads_q: int
     interleaved: bool
@@ -52,16 +53,19 @@ def rotate_and_quantize_at_once(
     if not (type(q) is Tensor and (k is None or type(k) is type(v) is Tensor)):
         return None, None
     try:
-        known = _known(q.device, q.shape[-1], num_heads_q, max_seqlen, *options)
+        known = _known(q.device, q.size(-1), num_heads_q, max_seqlen, *options)
         if known is None:
             return None, None
         scheme, of_rotation, numbers = known
-        of_call = q_norm, k_norm, cos, sin, positions, cu_seqlens, *numbers
+        of_call = q, k, v, cos, sin, of_rotation, *numbers
+        operator, of_further = _operators()
+        if not positions is q_norm is k_norm is cu_seqlens is None:
+            operator, of_call = of_further, (*of_call, positions, q_norm, k_norm, cu_seqlens, None)
         if not differentiably:
-            found = _operator()(q, k, v, None, of_rotation, *of_call)
+            found = operator(*of_call)
         else:  # torch warns where autograd meets an operator without a gradient
             with torch._C._AutoDispatchBelowAutograd():
-                found = _operator()(q, k, v, None, of_rotation, *of_call)
+                found = operator(*of_call)
     except (IndexError, RuntimeError, TypeError):
         return None, None  # the checks name the argument, or the launch fails again
     return (None, None) if found[0] is None else (scheme, (*found, None))
@@ -96,8 +100,10 @@ def _known(
 
 
 @cache
-def _operator():
-    return torch.ops.flashattn3_hopper.rotate_and_quantize.default._op
+def _operators() -> tuple[Callable, Callable]:
+    """That of calls without positions, norms, cu_seqlens and a mean of k, and that of all."""
+    operator = torch.ops.flashattn3_hopper.rotate_and_quantize
+    return operator.default._op, operator.further._op
 
 
 def rotate_and_quantize(call: RotaryCall) -> Found | None:
@@ -106,12 +112,16 @@ def rotate_and_quantize(call: RotaryCall) -> Found | None:
     q, k, v, embedding, (cu_seqlens, max_seqlen), block, hadamard, qk_dtype, mean = call
     q_norm, k_norm, cos, sin, positions, interleaved, eps = embedding
     longest = -1 if max_seqlen is None else max_seqlen
-    found = _operator()(
-        *(q, k, v if v is None or v.stride(-1) == 1 else v.contiguous(), mean),
+    _, operator = _operators()
+    cos, sin, positions, cu_seqlens = (
+        None if x is None else x.contiguous() for x in (cos, sin, positions, cu_seqlens)
+    )
+    found = operator(
+        *(q, k, v if v is None or v.stride(-1) == 1 else v.contiguous(), cos, sin),
         signs(q.shape[-1], q.device) if hadamard else None,
-        *(None if weight is None else weight.float().contiguous() for weight in (q_norm, k_norm)),
-        *(None if table is None else table.contiguous() for table in (cos, sin, positions)),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
         *_Numbers(-1, interleaved, eps, block, longest, qk_dtype == INT8, together=False),
+        positions,
+        *(None if weight is None else weight.float().contiguous() for weight in (q_norm, k_norm)),
+        *(cu_seqlens, mean),
     )
     return None if found[0] is None else found

@@ -80,48 +80,64 @@ def rotate_and_quantize(
     """
     tensors = q, k, v, rotary_cos, rotary_sin, positions, q_norm, k_norm, cu_seqlens
     options = rotary_interleaved, norm_eps, block, hadamard, qk_dtype, smooth_k
-    call, packed = (tensors, num_heads_q, max_seqlen, options), num_heads_q is not None
-    plain, recording = is_plain(), torch.is_grad_enabled()
-    scheme, found, gradients = None, None, (None, None, None)
+    call = tensors, num_heads_q, max_seqlen, options
+    plain, recording, found = is_plain(), torch.is_grad_enabled(), None
     differentiably = recording and needs_gradient((q, k, v, q_norm, k_norm))
     if plain and not (recording and needs_gradient((rotary_cos, rotary_sin))):
         scheme, found = _at_once()(*call, differentiably)
+        if found is not None and not differentiably:
+            return _records(of_own_tensors, found, scheme, cu_seqlens, v)
     if found is None:
         longest, scheme = (_checked if plain else checked)(*call)
         _refuse((q, k, v, q_norm, k_norm), rotary_cos, rotary_sin)
-    elif differentiably:
+    else:
         longest = None if cu_seqlens is None else min(max_seqlen, q.shape[0])
-    if found is None or differentiably:
-        if packed:
-            of_q = integer(FUNCTION, "num_heads_q", num_heads_q)
-            of_kv = (q.shape[-2] - of_q) // 2
-            q, k, v = torch.split_with_sizes(q, (of_q, of_kv, of_kv), -2)
-        tables = rotary_cos, rotary_sin, positions
-        embedding = Embedding(q_norm, k_norm, *tables, scheme.interleaved, scheme.eps)
-        given = (q, k, v), embedding, Lengths(cu_seqlens, longest)
+    if num_heads_q is not None:
+        of_q = integer(FUNCTION, "num_heads_q", num_heads_q)
+        of_kv = (q.shape[-2] - of_q) // 2
+        q, k, v = torch.split_with_sizes(q, (of_q, of_kv, of_kv), -2)
+    tables = rotary_cos, rotary_sin, positions
+    embedding = Embedding(q_norm, k_norm, *tables, scheme.interleaved, scheme.eps)
+    given = (q, k, v), embedding, Lengths(cu_seqlens, longest)
     if found is None:
         from .embedding_dispatch import rotate_and_quantize as run  # it imports Triton
 
         with torch.no_grad():
             found = run(*given, *scheme[2:])
+    gradients = ()
     if differentiably:
         from .embedding_gradient import gradients_of
 
         gradients = gradients_of(*given)
     make = of_own_tensors if plain else BlockScaled
+    return _records(make, found, scheme, cu_seqlens, v, *gradients)
+
+
+def _records(
+    make: Callable,
+    found: tuple[Tensor | None, ...],
+    scheme: Scheme,
+    cu_seqlens: Tensor | None,
+    v: Tensor | None,
+    gradient_of_q: Tensor | None = None,
+    gradient_of_k: Tensor | None = None,
+    gradient_of_v: Tensor | None = None,
+) -> BlockScaled | tuple[BlockScaled, BlockScaled, BlockScaled]:
+    """What the call returns. found: data and descale of q, k and v, and k's mean. v: None where its
+    heads, behind those of q and k, have their head dim."""
     q_data, of_q, k_data, of_k, v_data, of_v, mean = found
-    of = scheme.block, scheme.hadamard, cu_seqlens, "rows"
-    made = make(q_data, of_q, *of, q_data.shape, None, gradients[0])
+    _, _, block, hadamard, _, _ = scheme
+    of = block, hadamard, cu_seqlens, "rows"
+    made = make(q_data, of_q, *of, q_data.shape, None, gradient_of_q)
     if k_data is None:
         return made
     k_shape = k_data.shape
     v_shape = k_shape if v is None else v.shape
     layout = "rows" if v_data.ndim == len(v_shape) else "permuted"
-    of_values = scheme.block, False, cu_seqlens, layout
     return (
         made,
-        make(k_data, of_k, *of, k_shape, mean, gradients[1]),
-        make(v_data, of_v, *of_values, v_shape, None, gradients[2]),
+        make(k_data, of_k, *of, k_shape, mean, gradient_of_k),
+        make(v_data, of_v, block, False, cu_seqlens, layout, v_shape, None, gradient_of_v),
     )
 
 
