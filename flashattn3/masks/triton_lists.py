@@ -238,16 +238,16 @@ def _in_words(visible: Tensor) -> Tensor:
 
 class _Sizes(NamedTuple):
     """num_blocks: of queries and of keys together. words: the shape of one tensor of their words,
-    with room for their kinds behind. room: of one of all lists. parts: its rows that are bit tiles
-    of queries, those of keys, and the lists. views: shape, strides and place of
-    ``BlockLists.entries`` and ``work`` of queries, and of keys, as int32. of_masks: masks, queries,
-    keys. lists: the grid of a kernel of all lists; tiles: of one that shares out their bit tiles;
-    pairs: of one with a program for 128 queries and 128 keys."""
+    with room for their kinds behind. room: of one of all lists. capacities: bit tiles of queries,
+    and of keys, which are first there. views: shape, strides and place of ``BlockLists.entries``,
+    ``work`` and ``tiles`` of queries, and of keys, as int32, tiles as int64. of_masks: masks,
+    queries, keys. lists: the grid of a kernel of all lists; tiles: of one that shares out their bit
+    tiles; pairs: of one with a program for 128 queries and 128 keys."""
 
     num_blocks: int
     words: tuple[int, int]
     room: tuple[int, int]
-    parts: tuple[int, int, int]
+    capacities: tuple[int, int]
     views: tuple[tuple, ...]
     of_masks: tuple[int, int, int]
     lists: tuple[int, int, int]
@@ -264,13 +264,14 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
         for of, most in zip(num_blocks, most_partial, strict=True)
     )
     numbers_of_row = 2 * BLOCK_ROWS
-    views, begin = [], sum(capacities) * numbers_of_row
-    end = begin
-    for shape in (of for x in shapes for of in (x, (*x[:3], 4))):
-        strides = tuple(prod(shape[i + 1 :]) for i in range(4))
-        views.append((shape, strides, end))
-        end += -(-prod(shape) // 32) * 32  # 128 bytes
-    parts = *capacities, -(-(end - begin) // numbers_of_row)
+    views, end, first_tile = [], sum(capacities) * numbers_of_row, 0
+    for of, capacity in zip(shapes, capacities, strict=True):
+        for shape in (of, (*of[:3], 4)):
+            strides = tuple(prod(shape[i + 1 :]) for i in range(4))
+            views.append((shape, strides, end))
+            end += -(-prod(shape) // 32) * 32  # 128 bytes
+        views.append(((capacity, BLOCK_ROWS), (BLOCK_ROWS, 1), first_tile * BLOCK_ROWS))
+        first_tile += capacity
     num_lists = num_masks * max(x[2] for x in shapes)
     programs = max(
         1, *(-(-of // (num_masks * x[2])) for of, x in zip(capacities, shapes, strict=True))
@@ -278,8 +279,8 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
     return _Sizes(
         sum(num_blocks),
         (sum(num_blocks) + -(-sum(num_blocks) // (8 * BLOCK_ROWS)), BLOCK_ROWS),
-        (sum(parts), BLOCK_ROWS),
-        parts,
+        (-(-end // numbers_of_row), BLOCK_ROWS),
+        capacities,
         tuple(views),
         (num_masks, grid.rows, grid.columns),
         (num_lists, 2, 1),
@@ -299,16 +300,18 @@ def _listed(
     """kind: SOURCE of the kernels. tensors: its two and the kinds of blocks, as ``lists_kernel``
     takes them. numbers: ``n`` and ``reach`` of the source."""
     room = torch.empty(sizes.room, dtype=torch.int64, device=device)
-    tiles_q, tiles_k, lists = room.split_with_sizes(sizes.parts)
-    lists = lists.view(torch.int32)
+    of_room, view = room.view(torch.int32), torch.as_strided  # the fastest view
+    entries_q, work_q, tiles_q, entries_k, work_k, tiles_k = sizes.views
+    lists = view(of_room, *entries_q)  # the address of all lists
     source, ends, kinds = tensors
     types = None if source is None else source.dtype
     of_lists, of_tiles = _list_launches(types, device.index, kind, causal)
     numbers = *sizes.of_masks, *numbers
     of_lists(sizes.lists, (source, ends, kinds, lists), (), numbers)
-    of_tiles(sizes.tiles, (source, ends, lists, room), (), (*numbers, *sizes.parts[:2]))
-    entries_q, work_q, entries_k, work_k = [lists.as_strided(*x) for x in sizes.views]
-    return BlockLists(entries_q, work_q, tiles_q), BlockLists(entries_k, work_k, tiles_k)
+    of_tiles(sizes.tiles, (source, ends, lists, room), (), (*numbers, *sizes.capacities))
+    of_queries = BlockLists(lists, view(of_room, *work_q), view(room, *tiles_q))
+    of_keys = view(of_room, *entries_k), view(of_room, *work_k), view(room, *tiles_k)
+    return of_queries, BlockLists(*of_keys)
 
 
 @cache
