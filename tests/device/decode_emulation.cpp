@@ -30,7 +30,7 @@ using namespace flashattn3;
 // yet.
 struct Launch {
   void (*kernel)(const decode::Arguments);
-  int num_ctas, num_threads;
+  int num_ctas, num_threads, shared_bytes;
   int64_t workspace_bytes;
   bool is_warp_kernel = false;
   decode::Arguments (*arguments)(const DecodeParams& params);
@@ -50,6 +50,7 @@ struct Launch {
     return {.kernel = kernel,
             .num_ctas = grid.num_ctas,
             .num_threads = decode::num_threads(kConfig),
+            .shared_bytes = decode::smem_bytes(kConfig),
             .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
             .arguments = [](const DecodeParams& params) {
               return arguments_of<kConfig>(params, DecodeGrid::of(params, kConfig));
@@ -69,6 +70,7 @@ struct Launch {
     with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
       launch.kernel = &decode::warp_kernel<Traits>;
       launch.num_threads = Traits::kThreads;
+      launch.shared_bytes = sizeof(decode::WarpStorage<Traits>);
     });
     return launch;
   }
@@ -140,6 +142,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn, boo
   std::shuffle(order.begin(), order.end(), random);
   emulation::Grid grid{launch.num_ctas, launch.num_threads};
   if (launch.is_warp_kernel || problem.c.spans > 0) grid.resident = turn.num_resident;
+  grid.shared_bytes = launch.shared_bytes;
   const bool ended = emulation::run_grid(grid, order, turn.seed);
   emulation::disturb = nullptr;
   if (!ended) return raced ? "deadlock of a raced launch" : "deadlock";

@@ -33,9 +33,16 @@ struct Launch {
   std::function<void()> varlen_prepare;
 };
 
+// Configs of float16 and bfloat16 differ in conversions alone: of every two, one is emulated.
+// Those of spans are in span_emulation.
+constexpr bool is_emulated(const forward::Config& config) {
+  const bool is_fp16 = config.dtype == ElementType::kFloat16;
+  return !config.spans && is_fp16 == (config.head_dim != (config.listed ? 192 : 128));
+}
+
 template <forward::Config kConfig>
 static Launch prepare_listed(const ForwardParams& params) {
-  if constexpr (kConfig.listed && !is_quantized(kConfig.dtype)) {
+  if constexpr (kConfig.listed && !is_quantized(kConfig.dtype) && is_emulated(kConfig)) {
     const auto args = make_forward_arguments<kConfig>(params);
     return {num_persistent_ctas(params, args.scheduler.num_tiles),
             forward::num_threads(kConfig),
@@ -49,7 +56,7 @@ static Launch prepare_listed(const ForwardParams& params) {
 
 template <forward::Config kConfig>
 static Launch prepare(const char* name, const DecodeParams& params) {
-  if constexpr (kConfig.cached) {
+  if constexpr (kConfig.cached && is_emulated(kConfig)) {
     check_cached_forward<kConfig>(name, params);
     const ForwardParams forward = forward_params_of(params);
     const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
@@ -135,9 +142,11 @@ static std::string run(AnyProblem& problem, int config, const Turn& turn) {
   return "";
 }
 
-static bool run_case(const DecodeCase& c) {
+static bool run_case(DecodeCase c) {
+  const auto config_of = [&] { return cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v)); };
+  c.fp16 = c.fp16 == is_emulated(kCheckConfigs[config_of()]);
+  const int config = config_of();
   DecodeProblem problem(c);
-  const int config = cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
   const std::vector<DecodeRow> rows = reference_rows(problem);
   FirstResults first;
   for (const Turn& turn : kTurns) {
@@ -152,7 +161,8 @@ static bool run_case(const DecodeCase& c) {
 
 // Returns whether all kernel configs of the case's smallest sufficient head dim are right, with the
 // same bits in every turn.
-static bool run_listed_case(const Case& c) {
+static bool run_listed_case(Case c) {
+  c.fp16 = c.fp16 == is_emulated(kCheckConfigs[listed_configs(c)[0]]);
   Problem problem(c);
   const std::vector<Fp64Reference> references = compute_fp64_references(problem);
   for (const int config : listed_configs(c)) {

@@ -268,9 +268,8 @@ Value __shfl_up_sync(uint32_t, Value value, int distance) {
 }
 inline uint32_t __ballot_sync(uint32_t, bool condition) {
   uint32_t bits = 0;
-  for (int lane = 0; lane < 32; ++lane) {
-    bits |= static_cast<uint32_t>(emulation::shuffle(condition, lane)) << lane;
-  }
+  const uint64_t (&conditions)[32] = emulation::of_warp(condition);
+  for (int lane = 0; lane < 32; ++lane) bits |= static_cast<uint32_t>(conditions[lane]) << lane;
   return bits;
 }
 inline bool __any_sync(uint32_t mask, bool condition) {
@@ -282,12 +281,12 @@ inline bool __all_sync(uint32_t mask, bool condition) {
 inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 inline int __reduce_add_sync(uint32_t, int value) {
   int sum = 0;
-  for (int lane = 0; lane < 32; ++lane) sum += emulation::shuffle(value, lane);
+  for (const uint64_t x : emulation::of_warp(value)) sum += static_cast<int>(x);
   return sum;
 }
 inline int __reduce_max_sync(uint32_t, int value) {
-  int most = emulation::shuffle(value, 0);
-  for (int lane = 1; lane < 32; ++lane) most = max(most, emulation::shuffle(value, lane));
+  int most = value;
+  for (const uint64_t x : emulation::of_warp(value)) most = max(most, static_cast<int>(x));
   return most;
 }
 // CTAs run one after the other.

@@ -21,9 +21,17 @@ inline void run_fiber() {
   yield();
 }
 
-inline void start_cta(Cta& cta, int block, int grid, int num_threads, uint32_t seed) {
+struct Grid {
+  int num_ctas, num_threads;
+  int cluster_size = 1;
+  int resident = 1;  // clusters that run at a time
+  int shared_bytes = kSharedBytes;
+};
+
+inline void start_cta(Cta& cta, int block, const Grid& grid, uint32_t seed) {
+  const int num_threads = grid.num_threads;
   cta.block = {static_cast<unsigned>(block), 0, 0};
-  cta.grid = {static_cast<unsigned>(grid), 1, 1};
+  cta.grid = {static_cast<unsigned>(grid.num_ctas), 1, 1};
   cta.num_threads = num_threads;
   cta.fibers.resize(num_threads);
   cta.warps.assign(num_threads / 32, {});
@@ -31,7 +39,7 @@ inline void start_cta(Cta& cta, int block, int grid, int num_threads, uint32_t s
   cta.in_flight.clear();
   cta.random.seed(cta.seed = seed);
   cta.slow_warp = static_cast<int>(cta.random() % (num_threads / 32));
-  cta.memory.assign(kSharedBytes, 0xff);
+  cta.memory.assign(grid.shared_bytes, 0xff);
   for (Fiber& fiber : cta.fibers) {
     if (fiber.stack == nullptr) {
       fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
@@ -104,12 +112,6 @@ inline void print_waits() {
   }
 }
 
-struct Grid {
-  int num_ctas, num_threads;
-  int cluster_size = 1;
-  int resident = 1;  // clusters that run at a time
-};
-
 // Runs all CTAs to their end; clusters start in this order. Returns false, after a list of the
 // waits, if none of the resident CTAs can go on.
 inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t seed) {
@@ -117,6 +119,7 @@ inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t s
   std::vector<std::unique_ptr<Cta>> resident;
   std::map<uint32_t, Cluster> clusters;
   std::mt19937 random(seed);
+  std::memset(shared_memory, 0xff, kSharedBytes);
   size_t next = 0;
   int stuck = 0;
   while (true) {
@@ -130,7 +133,7 @@ inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t s
         unused.pop_back();
         Cta& cta = *resident.back();
         const int block = order[next] * grid.cluster_size + rank;
-        start_cta(cta, block, grid.num_ctas, grid.num_threads, seed + block);
+        start_cta(cta, block, grid, seed + block);
         cta.cluster = &cluster, cta.rank = rank;
         cluster.ctas.push_back(&cta);
       }
@@ -140,14 +143,14 @@ inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t s
     const size_t i = resident.size() == 1 ? 0 : random() % resident.size();
     running = resident[i].get();
     if (disturb) disturb(false);
-    std::memcpy(shared_memory, running->memory.data(), kSharedBytes);
+    std::memcpy(shared_memory, running->memory.data(), running->memory.size());
     State state = State::kRuns;
     const uint64_t before = progress;
     for (int rounds = resident.size() == 1 ? 1000 : 1 + random() % 20;
          rounds > 0 && state == State::kRuns; --rounds) {
       state = run_round();
     }
-    std::memcpy(running->memory.data(), shared_memory, kSharedBytes);
+    std::memcpy(running->memory.data(), shared_memory, running->memory.size());
     if (state == State::kDone) {
       running->cluster->ctas[running->rank] = nullptr;
       unused.push_back(std::move(resident[i]));
@@ -158,7 +161,7 @@ inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t s
     if (stuck <= 40 * static_cast<int>(resident.size() * resident.size())) continue;
     for (const auto& cta : resident) {
       running = cta.get();
-      std::memcpy(shared_memory, running->memory.data(), kSharedBytes);
+      std::memcpy(shared_memory, running->memory.data(), running->memory.size());
       print_waits();
     }
     return false;

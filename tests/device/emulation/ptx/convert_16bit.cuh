@@ -6,6 +6,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <vector>
 
 #include "ptx/element.h"
 
@@ -23,12 +24,21 @@ uint32_t pack(float low, float high) {
   return bits(low) | bits(high) << 16;
 }
 
+// A conversion in software takes longer than all else of an emulated GEMM.
+inline const std::vector<float> half_values = [] {
+  std::vector<float> values(1 << 16);
+  for (int i = 0; i < 1 << 16; ++i) {
+    values[i] = __half2float(std::bit_cast<__half>(static_cast<uint16_t>(i)));
+  }
+  return values;
+}();
+
 template <ElementType kElement>
 float element_of(uint16_t bits) {
   if constexpr (kElement == ElementType::kBFloat16) {
     return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
   } else {
-    return __half2float(std::bit_cast<__half>(bits));
+    return half_values[bits];
   }
 }
 

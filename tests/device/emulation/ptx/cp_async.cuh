@@ -31,8 +31,9 @@ inline void arrive_when_copied(Barrier& barrier) {
   };
   // The copies of all threads for one phase of the barrier are late together, or else the latest of
   // them would never overtake the copies for another barrier.
-  std::seed_seq phase{emulation::running->seed, barrier.address(), uint32_t{barrier.completed}};
-  std::mt19937 random(phase);
+  std::minstd_rand random((emulation::running->seed * 31 + barrier.address()) * 4099 +
+                          barrier.completed);
+  random.discard(2);  // the first numbers of neighbouring seeds are alike
   emulation::running->in_flight.push_back(
       {complete, emulation::running->round + emulation::random_delay(random)});
 }

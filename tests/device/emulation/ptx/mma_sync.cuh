@@ -9,11 +9,16 @@
 
 namespace flashattn3 {
 
-// The words of all lanes, by word and lane.
+// The words of all lanes, by word and lane; of two words in one exchange.
 template <int kCount>
 void gather_words(const uint32_t (&mine)[kCount], uint32_t (&words)[kCount][32]) {
-  for (int i = 0; i < kCount; ++i) {
-    std::copy_n(emulation::of_warp(mine[i]), 32, words[i]);
+  for (int i = 0; i < kCount; i += 2) {
+    const bool two = i + 1 < kCount;
+    const auto& both = emulation::of_warp(mine[i] | uint64_t{two ? mine[i + two] : 0} << 32);
+    for (int lane = 0; lane < 32; ++lane) {
+      words[i][lane] = static_cast<uint32_t>(both[lane]);
+      if (two) words[i + 1][lane] = static_cast<uint32_t>(both[lane] >> 32);
+    }
   }
 }
 

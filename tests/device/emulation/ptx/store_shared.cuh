@@ -22,10 +22,11 @@ template <bool kTransposed>
 void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const int lane = threadIdx.x % 32, near = lane / 4, pair = lane % 4 * 2;
   const uint32_t word[4] = {a, b, c, d};
+  const uint64_t (&addresses)[32] = emulation::of_warp(address);
   for (int i = 0; i < 4; ++i) {
     for (int j = 0; j < 2; ++j) {
       const int row = kTransposed ? pair + j : near, column = kTransposed ? near : pair + j;
-      const uint32_t to = __shfl_sync(~0u, address, 8 * i + row) + column * 2;
+      const uint64_t to = addresses[8 * i + row] + column * 2;
       const auto element = static_cast<uint16_t>(word[i] >> (16 * j));
       std::memcpy(emulation::shared_memory + to, &element, 2);
     }
