@@ -4,8 +4,8 @@
 forward, and the files that q crosses; tests/test_format.py holds the sizes that csrc/README.md
 promises. A file counts if the first one includes it, directly or not. csrc/ptx does not count (one
 instruction family per file), nor do the headers of options that a plain kernel config lacks: 8-bit
-inputs, capped scores, slopes, a bias, the largest score, listed masks and spans. The others hold
-their records and call their hooks, which leave a plain config's scores alone.
+inputs, capped scores, slopes, a bias, the largest score, listed masks, trees and spans. The others
+hold their records and call their hooks, which leave a plain config's scores alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ OTHER_CONFIGS = {
     "attention/mask_lists.cuh",
     "attention/score_term.h",
     "attention/tanh.cuh",
+    "attention/tree_mask.cuh",
     "attention/descale.cuh",
     "forward/block_rotation.cuh",
     "forward/listed_work_tile.cuh",

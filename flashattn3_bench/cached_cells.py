@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed", "invariant", "kv8")
+SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed", "invariant", "kv8", "tree")
 QUICK_LENGTH = 40
 
 
@@ -79,6 +79,15 @@ PAGES = (1, 16, 64, 256)
 SHORT = (128, 256, 512, 1024, 2048, 4096, 8192)  # of a sequence alone
 PROMPTS = ((4, 4096), (2, 8192), (1, 16384))  # sequences, tokens
 CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
+# Queries, heads, KV heads, head dim and page of 32 sequences of 4k keys.
+TREES = (
+    *((64, 32, 8, 128, size) for size in (0, 16, 256)),
+    *((64, 32, 8, 64, size) for size in (0, 16, 256)),
+    (64, 16, 8, 128, 16),
+    (64, 8, 8, 128, 16),
+    (16, 32, 8, 128, 16),
+    (4, 32, 8, 128, 16),
+)
 KV8_CHUNKS = ((1, 2048, 16384), (1, 256, 16384), (8, 256, 4096))
 # 64 lengths from 64 to 32k, evenly spaced in their logarithm.
 RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
@@ -151,6 +160,12 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
         ]
     elif suite == "kv8":
         cells = list(_cells_of_8_bits())
+    elif suite == "tree":
+        cells = [
+            CachedCell(suite, f"{new} tokens, {heads}/{heads_kv}, d{dim}, page {size}",
+                       (4096,) * 32, heads, heads_kv, dim, new, size)
+            for new, heads, heads_kv, dim, size in TREES
+        ]  # fmt: skip
     elif suite == "mixed":
         row = "63 x 8k decoded, 2048 of 8k, page"
         of = {"lengths": (8192,) * 64, "seqlen_q": 2048, "ragged": True}

@@ -28,7 +28,7 @@ from .read_kernel import prepare_read
 from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
 from .timing import Timing, interleave, make_clock
 
-READ, DENSE, APART, SPANS = "read", "dense", "apart", "split_tokens=1024"
+READ, DENSE, APART, SPANS, TREE = "read", "dense", "apart", "split_tokens=1024", "tree_mask"
 
 
 @dataclass
@@ -123,12 +123,22 @@ def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[s
         calls[SPANS] = partial(cached, *inputs.dense, split_tokens=1024)
     elif cell.suite == "paged":
         calls[DENSE] = partial(cached, *inputs.dense)
+    elif cell.suite == "tree":
+        calls[TREE] = partial(calls[OURS], tree_mask=_chain(cell, q.device))
     plain = cell.window < 0 and not cell.sinks and cell.seqlen_q == 1
     if cell.suite in ("decode", "latency", "kv8") and plain:
         for name in settings.baselines:
             if name in SDPA_BACKENDS:
                 calls[name] = partial(_sdpa, name, q, *inputs.dense)
     return calls
+
+
+def _chain(cell: CachedCell, device: torch.device) -> Tensor:
+    """A ``tree_mask`` whose bits show what causal shows; kernels take as long with any others."""
+    seen = torch.ones(cell.seqlen_q, cell.seqlen_q, dtype=torch.bool, device=device).tril()
+    seen = F.pad(seen, (0, -cell.seqlen_q % 32)).unflatten(1, (-1, 32))
+    words = (seen.long() << torch.arange(32, device=device)).sum(2)
+    return words.to(torch.int32).repeat(len(cell.lengths), 1, 1)
 
 
 def _mixed_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:

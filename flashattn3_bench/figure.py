@@ -22,6 +22,7 @@ COLORS = {
     "8 bits": "tab:olive",
     "16 bits": "tab:gray",
     "split_tokens=1024": "tab:olive",
+    "tree_mask": "tab:olive",
     "rotary": "tab:orange",
     "deterministic": "tab:olive",
     "captured": "tab:cyan",

@@ -100,7 +100,7 @@ RATIOS_OF = {
     "quantize": (OURS,),
     "rotary": (IN_8_BITS,),
     **dict.fromkeys(("robot", "few-queries", "decode", "latency", "paged"), (OURS,)),
-    **dict.fromkeys(("ragged", "chunk", "mixed", "invariant"), (OURS,)),
+    **dict.fromkeys(("ragged", "chunk", "mixed", "invariant", "tree"), (OURS,)),
     **dict.fromkeys(("masks", "masks-build"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.

@@ -387,6 +387,32 @@ def check_kept_calls_of_8_bits_and_others(host):
         assert isinstance(found.result, str) and found.events == [], (changes, found)
 
 
+def check_trees(host):
+    """Kernels get the mask where it lies. Python plans each call, and the operators do not take it
+    for the one without a mask that they know."""
+    use_cached_calls()
+    forget_cached_calls()
+    given = dense(seqlen_q=9)
+    for _ in range(2):
+        passed_by(host, given, causal=True)
+    tree = torch.zeros(3, 9, 3, dtype=torch.int32)[..., :1]
+    edges = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    packed = given | {"q": given["q"][0], "cu_seqlens_q": edges, "max_seqlen_q": 6}
+    of_batch = given | {"tree_mask": tree}, [tree.data_ptr(), 27, 3, 1]
+    of_packed = packed | {"tree_mask": tree[0]}, [tree.data_ptr(), 0, 3, 1]
+    for call, wanted in (of_batch, of_packed) * 2:
+        found = passed_by(host, call, causal=True)
+        words = next(words for name, *words in found.events if name == "arguments")
+        assert words[-4:] == wanted and found.checks == 1, (words, found)
+        assert passed_by(host, given, causal=True).checks == 0
+    # Four slices of 64 rows for each KV head of a sequence, each in a CTA of its own.
+    long = dense(seqlen_q=64) | {"tree_mask": torch.zeros(3, 64, 2, dtype=torch.int32)}
+    (launch,) = launches_in(passed_by(host, long, causal=True))
+    assert launch[:2] == [3 * 2 * 4, 512]
+    wrong = long | {"tree_mask": torch.zeros(3, 64, 1, dtype=torch.int32)}
+    assert "tree_mask.shape must be (3, 64, 2)" in passed_by(host, wrong, causal=True).result
+
+
 def check_caches_that_are_widened(host):
     """Before a forward kernel reads them; KV heads take turns where they would take over 1 GiB."""
     use_cached_calls()

@@ -45,7 +45,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 160
+    assert len(set(names)) == len(names) <= 162
     assert all(name.isidentifier() for name in names)
 
 
@@ -224,7 +224,7 @@ def test_cached_calls_of_16_bits_find_the_smallest_row(select, configs, dtype):
         if dtype in EIGHT_BIT:
             assert config is None
             continue
-        kin = [r.head_dim for r in configs if r.dtype == dtype and not getattr(r, "spans", False)]
+        kin = [r.head_dim for r in configs if r.dtype == dtype and not (r.spans or r.tree)]
         assert (config.dtype, config.head_dim) == (dtype, min(d for d in kin if d >= head_dim))
         assert kin.count(config.head_dim) == 1
     assert select(dtype, MAX_HEAD_DIM + 1) is None
@@ -239,6 +239,17 @@ def test_a_forward_of_spans_sums_the_keys_of_the_decode_kernel():
         assert select_cached_forward_config(*of) is forward
         assert (decode.head_dim, decode.block_n) == (forward.head_dim, forward.block_n)
         assert decode.num_consumers == 1  # which takes every KV block
+
+
+@pytest.mark.parametrize("select", [select_decode_config, select_cached_forward_config])
+def test_a_tree_has_the_tiles_of_a_call_without_one(select):
+    for dtype in SIXTEEN_BIT:
+        for head_dim in (1, 64, 65, 128):
+            plain, tree = (select(dtype, head_dim, tree=tree) for tree in (False, True))
+            assert tree == plain._replace(tree=True, measured=tree.measured)
+            assert tree.name == f"{plain.name}_tree"
+        assert select(dtype, 129, tree=True) is None
+        assert select(dtype, 64, spans=True, tree=True) is None
 
 
 def test_only_forward_rows_of_cached_calls_are_cached():

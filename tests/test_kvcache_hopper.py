@@ -34,7 +34,11 @@ from flashattn3 import (
 )
 from flashattn3 import cached_explanation as explanation
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.kernel_configs import DECODE_CONFIGS, select_decode_config
+from flashattn3.backends.hopper.kernel_configs import (
+    CACHED_CONFIGS,
+    DECODE_CONFIGS,
+    select_decode_config,
+)
 from flashattn3.backends.hopper.launch_record import DecodeRecord
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
@@ -157,6 +161,62 @@ def test_what_is_declined_by_name(name):
     options = {**options, "backend": "hopper"}
     with pytest.raises(UnsupportedError, match=re.escape(reason)):
         plan_of(options=options, **of)
+
+
+def tree_of(batch=4, seqlen_q=1):
+    return torch.empty(batch, seqlen_q, -(-seqlen_q // 32), dtype=torch.int32, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("of", "config"),
+    [
+        ({"seqlen_q": 1}, "decode_bf16_d128_64x2_tree"),
+        ({"seqlen_q": 48, "page_size": 16}, "decode_bf16_d128_64x2_tree"),
+        ({"seqlen_q": 64, "page_size": 16}, "forward_bf16_d128_cached_192x64x4_q2_tree"),
+        ({"seqlen_q": 49, "d": 96, "dv": 64}, "forward_bf16_d128_cached_192x64x4_q2_tree"),
+        (
+            {"seqlen_q": 64, "d": 40, "dtype": torch.float16},
+            "forward_fp16_d64_cached_192x128x4_q2_tree",
+        ),
+        ({"seqlen_q": 9, "d": 64, "dtype": torch.float16}, "decode_fp16_d64_64x4_tree"),
+    ],
+    ids=str,
+)
+def test_trees_run_on_kernels_that_read_their_bits(of, config):
+    """Up to 192 packed rows on a decode kernel. A plan is made for each call."""
+    plan = plan_of(tree_mask=tree_of(seqlen_q=of["seqlen_q"]), options={"causal": True}, **of)
+    assert plan.backend.name == "hopper" and plan.launch.keep is None
+    assert plan.launch.describe()["kernel config"] == config
+    record = handle_of(plan).record
+    assert (record.window_left, record.window_right) == (-1, -1)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8, None])
+def test_trees_without_a_kernel_are_declined(stored):
+    tensors = tensors_of(tree_mask=tree_of(seqlen_q=9), seqlen_q=9)
+    options = {"causal": True} if stored else {"causal": True, "split_tokens": 128}
+    reason = "has no kernel with spans of keys and a tree_mask"
+    if stored:
+        caches = {x: getattr(tensors, x).to(stored) for x in ("k_cache", "v_cache")}
+        tensors = tensors._replace(**caches)
+        reason = "has no kernel for caches of 8 bits with a tree_mask"
+    assert HOPPER.decline_reason(problem_of(tensors, **options), H100) == reason
+    wide = tensors_of(tree_mask=tree_of(seqlen_q=9), seqlen_q=9, dv=136)
+    reason = "takes a tree_mask up to head_dim 128"
+    assert HOPPER.decline_reason(problem_of(wide, causal=True), H100) == reason
+
+
+def test_short_sequences_beside_a_tree_run_on_a_kernel_with_a_tree():
+    edges = torch.empty(5, dtype=torch.int32, device="meta")
+    tensors = tensors_of()._replace(
+        q=torch.empty(99, 32, 128, dtype=torch.bfloat16, device="meta"),
+        tree_mask=torch.empty(99, 2, dtype=torch.int32, device="meta"),
+        cu_seqlens_q=edges,
+    )
+    plan = choose(problem_of(tensors, 64, causal=True), H100, BACKENDS)
+    record = handle_of(plan).record
+    assert record.short_queries == 16
+    assert CACHED_CONFIGS[record.short_config].name == "decode_bf16_d128_64x2_tree"
 
 
 def test_misaligned_caches_are_declined_and_a_misaligned_q_is_copied():
@@ -383,6 +443,8 @@ CALLS = [
     ({"sinks": torch.zeros(32).bfloat16()}, "sinks must be float32, got another dtype"),
     ({"k_descale": torch.ones(1, 8)}, "k_descale.shape must be (2, 8), got (1, 8)"),
     ({"q_descale": torch.ones(B, 8).half()}, "q_descale.dtype must be float32"),
+    ({"tree_mask": torch.zeros(B, SQ, 2).int()}, "tree_mask.shape must be (2, 3, 1), got"),
+    ({"tree_mask": torch.zeros(B, SQ, 1)}, "tree_mask.dtype must be int32, got another dtype"),
     ({"scheduler_metadata": INTS}, "scheduler_metadata.shape must be (10,), got (2,)"),
     ({"k_cache": torch.zeros(5, CAP, 8, 128).bfloat16(),
       "v_cache": torch.zeros(5, CAP, 8, 128).bfloat16()}, "the number of caches must be 2, got 5"),

@@ -1,10 +1,10 @@
-"""Cached calls of options that no compiled kernel takes: ``tree_mask`` and ``alibi_slopes``."""
+"""Cached calls with ``tree_mask``, and with ``alibi_slopes``, which no compiled kernel takes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import TRITON_DTYPES
+from helpers import TRITON_DTYPES, needs_hopper
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs, words_of
 
 import flashattn3
@@ -16,6 +16,8 @@ CASES = (
     CacheCase("two-words", (64, 140), 64, page_size=16, tree=True, options=CAUSAL),
     CacheCase("ragged", (40, 17, 70), (3, 1, 50), tree=True, sinks=True, options=CAUSAL),
     CacheCase("more-queries-than-keys", (0, 2, 9), 5, tree=True, options=CAUSAL),
+    CacheCase("window", (300, 90), 50, num_heads_q=8, head_dim=64, head_dim_v=64, tree=True,
+              options={"causal": True, "window_size": (15, 0)}),
     CacheCase("spans", (300, 40), 33, tree=True, options={"causal": True, "split_tokens": 128}),
     CacheCase("slopes", (40, 17, 0, 1), slopes="heads"),
     CacheCase("slopes-both-sides", (140, 65), 7, page_size=16, slopes="batch heads", others=2),
@@ -24,6 +26,12 @@ CASES = (
               options={"causal": True, "window_size": (60, 0), "softcap": 3.0, "num_splits": 3}),
     CacheCase("slopes-spans", (300, 40), 33, slopes="batch heads",
               options={"causal": True, "split_tokens": 128, "softmax_scale": -0.3}),
+)  # fmt: skip
+# A Hopper kernel has the head dims 64 and 128, and multiplies 64 or 192 packed rows.
+OF_HOPPER = (
+    CacheCase("paged", (640, 64, 65), 64, num_heads_q=8, page_size=16, tree=True, options=CAUSAL),
+    CacheCase("mixed", (40, 317, 70), (3, 1, 64), num_heads_q=16, tree=True, options=CAUSAL),
+    CacheCase("wide", (700, 2), 9, head_dim=128, head_dim_v=96, tree=True, options=CAUSAL),
 )  # fmt: skip
 BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITON_DTYPES)]
 
@@ -40,6 +48,18 @@ BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITO
 def test_against_float64(case, backend, dtype, device, poisoned_memory):
     inputs = make_cache_inputs(case, device, dtype)
     check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case",
+    [*(case for case in (*CASES, *OF_HOPPER) if case.tree and case.name != "spans")],
+    ids=lambda case: case.name,
+)
+def test_hopper_against_float64(case, dtype, device, poisoned_memory):
+    inputs = make_cache_inputs(case, device, dtype)
+    check_cached(case, inputs, *call_cached(inputs, backend="hopper"), "hopper")
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -102,12 +122,8 @@ def test_invalid_calls_have_an_error(changed, text):
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "given", [{"tree_mask": words(1, 3, 1)}, {"alibi_slopes": torch.ones(2)}], ids=list
-)
-def test_no_compiled_kernel_takes_them(given):
+def test_no_compiled_kernel_takes_slopes():
     cache = torch.zeros(1, 80, 2, 64, dtype=torch.float16, device="meta")
-    given = {name: x.to("meta") for name, x in given.items()}
-    call = {**given, "causal": True, "device": "cpu"}
+    call = {"alibi_slopes": torch.ones(2, device="meta"), "causal": True, "device": "cpu"}
     explained = flashattn3.explain_with_kvcache(cache[:, :3], cache, cache, **call)
     assert explained.backend in ("triton", "reference")

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/seqlen.cuh"
+#include "attention/tree_mask.cuh"
 #include "attention/variant.cuh"
 #include "decode/config.h"
 #include "decode/counters.h"
@@ -119,6 +120,10 @@ struct Arguments {
   bool is_int8;           // else e4m3
   bool has_key_descales;  // columns of S and P are multiplied by them
   KeyDescales k_key_descales, v_key_descales;
+};
+
+struct TreeArguments : Arguments {
+  TreeMask tree;
 };
 
 // The arguments of a plain call (is_plain in launch/decode_arguments.h), with constants for those

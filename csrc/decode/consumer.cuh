@@ -71,7 +71,7 @@ class Consumer {
     const SpanSlots slots(args_, cta);
     const bool leads = cta == part.first_cta;
     const int num_rows = tile.num_rows();
-    const typename Mainloop<kConfig>::RowMask mask(args_, tile, sequence);
+    const typename Mainloop<kConfig>::RowMask mask(args_, tile, sequence, part);
     const ScoreScale scale = scale_of(args_, part);
     RowStats all[2];
     int slot = leads ? 0 : 1;

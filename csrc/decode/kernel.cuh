@@ -45,7 +45,7 @@ __device__ __forceinline__ void decode(const Arguments& args) {
 // The template argument is a type, not a Config: see forward/kernel.cuh.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
-    decode_kernel(const __grid_constant__ Arguments args) {
+    decode_kernel(const __grid_constant__ typename Traits::Arguments args) {
   if constexpr (Traits::kPlain) {
     decode<Traits>(plain<Traits::kHeadDim>(args));
   } else {

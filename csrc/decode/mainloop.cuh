@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "attention/span_softmax.cuh"
+#include "attention/tree_mask.cuh"
 #include "attention/variant.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/scale_columns.cuh"
@@ -35,18 +36,29 @@ class Mainloop {
     KeyRange row[2];
     KeyRange all;
     bool has_rows;  // whether a row of the warp exists
+    // With a tree, the new tokens that the rows see, and the key of the first one.
+    std::conditional_t<kConfig.tree, TreeRows, NoTree> tree;
+    int first_new;
 
     __device__ __forceinline__ RowMask(const Arguments& args, const PackedTile& tile,
-                                       const CachedSequence& sequence) {
+                                       const CachedSequence& sequence, const Part& part) {
       const int first = thread_row(static_cast<int>(threadIdx.x % 128));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int query =
             min(tile.query_of(first + kRowStride * r), tile.first_query + tile.num_queries - 1);
         row[r] = visible_keys(args, sequence, query);
+        if constexpr (kConfig.tree) {
+          const TreeMask& words = static_cast<const TreeArguments&>(args).tree;
+          tree.bits[r] = words.bits_of(part.batch_idx, sequence.first_query + query);
+        }
       }
       all = {visible_keys(args, sequence, tile.first_query + tile.num_queries - 1).begin,
              visible_keys(args, sequence, tile.first_query).end};
+      if constexpr (kConfig.tree) {
+        first_new = sequence.position(0);
+        all.end = min(all.end, first_new);
+      }
       has_rows = uniform(threadIdx.x % 128 / 32) * kRowsOfWarp < tile.num_rows();
     }
 
@@ -77,7 +89,7 @@ class Mainloop {
   __device__ __forceinline__ void attend(Out& o, Softmax& softmax, const PackedTile& tile,
                                          const CachedSequence& sequence, const Part& part) {
     start(o, softmax);
-    const RowMask mask(args_, tile, sequence);
+    const RowMask mask(args_, tile, sequence, part);
     const ScoreScale scale = scale_of(args_, part);
     if constexpr (Traits::kHasBytes) {
       widen_queries<Traits>(args_, shared_, tile, sequence, part);
@@ -175,6 +187,9 @@ class Mainloop {
         const int column = register_column(i);
         if (row_of(i) == r && (column < begin || column >= end)) s[i] = -INFINITY;
       }
+    }
+    if constexpr (kConfig.tree) {
+      mask.tree.template hide<kBlockN>(s, block * kBlockN - mask.first_new);
     }
   }
 

@@ -23,6 +23,7 @@ struct Config {
   ScoreTerm term = ScoreTerm::kNone;  // with one the config is masked
   bool listed = false;  // the mask is lists of blocks (attention/mask_lists.cuh); then also masked
   bool spans = false;   // results of fixed spans of keys are joined in order (split_tokens); cached
+  bool tree = false;    // bits say which new tokens a query sees (attention/tree_mask.cuh); cached
 };
 
 // Threads of a CTA: the consumer warpgroups and the producer warpgroup.

@@ -14,7 +14,7 @@ struct CachedRoles : Roles<kConfig> {
   using Storage = CachedStorageOf<kConfig>;
   using Mainloop = std::conditional_t<kConfig.spans, SpanMainloop<kConfig, Storage>,
                                       forward::Mainloop<kConfig, Storage>>;
-  using Arguments = CachedArguments;
+  using Arguments = CachedArgumentsOf<kConfig>;
 
   static __device__ __forceinline__ void init(uint8_t* shared) {
     if (threadIdx.x != 0) return;

@@ -1,6 +1,6 @@
 // The options of the main loop for 16-bit inputs that cost every score: slopes, a bias, listed
-// masks and the largest score. mainloop.cuh calls a hook for each step that one of them changes; in
-// a kernel config without options the hooks leave the scores alone.
+// masks, a tree of new tokens and the largest score. mainloop.cuh calls a hook for each step that
+// one of them changes; in a kernel config without options the hooks leave the scores alone.
 #pragma once
 
 #include <type_traits>
@@ -8,6 +8,7 @@
 #include "attention/alibi.cuh"
 #include "attention/bias.cuh"
 #include "attention/softmax.cuh"
+#include "attention/tree_mask.cuh"
 #include "attention/variant.cuh"
 #include "forward/block_rotation.cuh"
 #include "forward/consumer_pipeline.cuh"
@@ -38,6 +39,11 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
 
   // Called before the first QK GEMM of a work tile, for what it reads from device memory.
   __device__ __forceinline__ void begin_tile(const Tile& tile) {
+    if constexpr (Traits::kTree) {
+      const int row = tile.row_origin(this->warpgroup_) + thread_row(static_cast<int>(threadIdx.x));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) tree_.bits[r] = tile.tree_bits(args_, row + kRowStride * r);
+    }
     if constexpr (kHasSlopes) {
       const int head = tile.head_of(this->warpgroup_);
       term_.set_slope(args_.slopes.any() ? args_.slopes.at(tile.batch_idx, head) : 0.f);
@@ -45,6 +51,26 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
     if constexpr (kLooks) {
       const float* const of_head = largest_of(tile);
       known_ = of_head == nullptr ? INFINITY : __ldcg(of_head);
+    }
+  }
+
+  // As in the base, but no block of new tokens counts as full with a tree.
+  __device__ __forceinline__ BlockWalk walk(BlockRange visited) const {
+    BlockWalk at = Base::walk(visited);
+    if constexpr (Traits::kTree) {
+      const int first_new = uniform(this->tile().num_keys) - uniform(this->tile().num_rows);
+      at.full.end = max(at.full.begin, min(at.full.end, first_new / kBlockN));
+    }
+    return at;
+  }
+
+  // As in the base, and hides new tokens with a tree.
+  __device__ __forceinline__ void mask(Scores& s, const Walk& at,
+                                       const PipelineState<kStages>& kv) const {
+    Base::mask(s, at, kv);
+    if constexpr (Traits::kTree) {
+      const int first_token = this->first_key(at) - (this->tile().num_keys - this->tile().num_rows);
+      if (first_token > -kBlockN) tree_.template hide<kBlockN>(s, first_token);
     }
   }
 
@@ -120,6 +146,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
 
   uint32_t bias_row_;  // of this lane in the tile at stage 0, with a bias
   std::conditional_t<kHasSlopes, Alibi<kBlockN>, NoTerm> term_;
+  std::conditional_t<Traits::kTree, TreeRows, NoTree> tree_;  // of the work tile
   float known_;  // the head's largest score, read before the work tile began; with kLooks
 };
 

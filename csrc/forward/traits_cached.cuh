@@ -2,7 +2,10 @@
 // a paged or dense cache.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/cached_keys.cuh"
+#include "attention/tree_mask.cuh"
 #include "forward/arguments.h"
 #include "forward/traits.cuh"
 
@@ -30,6 +33,11 @@ struct CachedArguments : Arguments {
   int log2_box_rows;         // slots of a box; they divide the page and block_n
   int span_blocks;           // KV blocks of a span, of kernel configs with spans
 };
+struct TreeArguments : CachedArguments {
+  TreeMask tree;
+};
+template <Config kConfig>
+using CachedArgumentsOf = std::conditional_t<kConfig.tree, TreeArguments, CachedArguments>;
 
 // A WorkTile of a cached sequence: slices_of_tile slices, each 64 rows of one of the query heads
 // that share a KV head. The slices of these heads are numbered together, those of the same rows one
@@ -59,6 +67,11 @@ struct CachedWorkTile : WorkTile {
   __device__ __forceinline__ Mask mask(int rows, int keys, const Window& window) const {
     const int left = window.left, right = window.right;  // ptxas needs this before the shuffle
     return Mask::of(rows, keys, {left, right}, uniform(first_key));
+  }
+  // The new tokens that a row sees; none if it does not exist.
+  __device__ __forceinline__ uint64_t tree_bits(const Arguments& args, int row) const {
+    const TreeMask& tree = static_cast<const TreeArguments&>(args).tree;
+    return row < num_rows ? tree.bits_of(batch_coord, row_offset + row) : 0;
   }
 };
 

@@ -11,6 +11,7 @@ struct OptionTraits {
   static constexpr bool kQuantized = is_quantized(kConfig.dtype);
   static constexpr bool kListed = kConfig.listed;
   static constexpr bool kSpans = kConfig.spans;
+  static constexpr bool kTree = kConfig.tree;
   static constexpr bool kBias = kConfig.term == ScoreTerm::kBias;
 
   // Keys of a box of K and V: with lists a stage has any two blocks.
@@ -35,6 +36,7 @@ struct OptionTraits {
   static_assert(!kListed || (kConfig.masked && !kBias && !kConfig.cached));
   static_assert(!kListed || (kConfig.block_m == kListRows && kConfig.block_n % kListColumns == 0));
   static_assert(!kSpans || (kConfig.cached && 128 % kConfig.block_n == 0));
+  static_assert(!kTree || (kConfig.cached && !kSpans));
 };
 
 }  // namespace flashattn3::forward

@@ -3,6 +3,7 @@
 
 #include "launch/byte_decode_params.h"
 #include "launch/decode_arguments.h"
+#include "launch/tree_arguments.h"
 
 namespace flashattn3 {
 
@@ -28,10 +29,13 @@ inline decode::Arguments make_byte_arguments(const ByteDecodeParams& params, con
 
 // The arguments of a decode kernel, whose cache has 8 bits or q's dtype.
 template <decode::Config kConfig>
-decode::Arguments arguments_of(const DecodeParams& params, const DecodeGrid& grid,
-                               int block_n = kConfig.block_n) {
+auto arguments_of(const DecodeParams& params, const DecodeGrid& grid,
+                  int block_n = kConfig.block_n) {
   if constexpr (decode::has_bytes(kConfig)) {
     return make_byte_arguments(static_cast<const ByteDecodeParams&>(params), grid, block_n);
+  } else if constexpr (kConfig.tree) {
+    return decode::TreeArguments{make_decode_arguments(params, grid, block_n),
+                                 tree_mask_of(params)};
   } else {
     return make_decode_arguments(params, grid, block_n);
   }

@@ -9,6 +9,7 @@
 #include "launch/decode_arguments.h"
 #include "launch/decode_params.h"
 #include "launch/launch.cuh"
+#include "launch/tree_arguments.h"
 #include "launch/warp_arguments.h"
 
 namespace flashattn3 {
@@ -23,7 +24,7 @@ constexpr auto decode_kernel() {
 template <decode::Config kConfig>
 LaunchSize decode_size(const char* name, const DecodeParams& params) {
   check_decode(name, kConfig, params);
-  if (!kConfig.spans && uses_warp_kernel(params, kConfig)) {
+  if (!decode::has_one_kernel(kConfig) && uses_warp_kernel(params, kConfig)) {
     const DecodeGrid grid = warp_grid(params, kConfig);
     const int records = num_part_records(params, grid);
     return {.num_ctas = grid.num_ctas,
@@ -72,7 +73,8 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   check_decode(name, kConfig, params);
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
-  if constexpr (kConfig.spans) {
+  expect_tree<kConfig.tree>(name, params);
+  if constexpr (decode::has_one_kernel(kConfig)) {
     launch_decode_kernel<kConfig>(name, params, stream);
   } else if (uses_warp_kernel(params, kConfig)) {
     launch_warp_kernel<kConfig>(name, params, stream);

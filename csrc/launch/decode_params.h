@@ -110,6 +110,12 @@ struct DecodeParams {
   bool pdl;  // as in ForwardParams
 
   DescaleStrides q_descale_stride, k_descale_stride, v_descale_stride;
+
+  // (batch, seqlen_q, tree_words) int32, with cu_seqlens_q (total_q, tree_words); null: none. Of a
+  // config with a tree.
+  const int32_t* tree_mask = nullptr;
+  int tree_words = 0;     // 1 or 2; bit j % 32 of word j / 32: the query sees new token j
+  Strides tree_stride{};  // in elements, of batch and seq; batch is not read with cu_seqlens_q
 };
 
 // The parameters of a problem without tensors, lengths and sizes.

@@ -15,6 +15,7 @@
 #include "launch/errors.h"
 #include "launch/forward.cuh"
 #include "launch/forward_params.h"
+#include "launch/tree_arguments.h"
 
 namespace flashattn3 {
 
@@ -62,13 +63,13 @@ LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
 }
 
 template <forward::Config kConfig>
-forward::CachedArguments make_cached_arguments(const DecodeParams& params,
-                                               const ForwardParams& forward) {
+forward::CachedArgumentsOf<kConfig> make_cached_arguments(const DecodeParams& params,
+                                                          const ForwardParams& forward) {
   const bool paged = params.page_table != nullptr;
   const int pages = paged ? params.num_pages : params.num_caches;
   const int slots = paged ? params.page_size : params.capacity;
   const int box_rows = box_rows_of(params, kConfig.block_n);
-  forward::CachedArguments args;
+  forward::CachedArgumentsOf<kConfig> args;
   set_query_arguments<kConfig>(args, forward);
   args.keys = cached_keys_of(params);
   const bool no_keys = args.keys.capacity == 0;
@@ -97,6 +98,7 @@ forward::CachedArguments make_cached_arguments(const DecodeParams& params,
   args.slices_of_tile = forward_tile_shape<kConfig>(forward).slices;
   args.log2_box_rows = std::bit_width(static_cast<unsigned>(box_rows)) - 1;
   args.span_blocks = params.split_tokens / kConfig.block_n;
+  if constexpr (kConfig.tree) args.tree = tree_mask_of(params);
   return args;
 }
 
@@ -121,7 +123,8 @@ void launch_cached_forward(const char* name, const DecodeParams& params, cudaStr
                           semaphore);
   }
   if (forward.batch <= 0 || forward.seqlen_q <= 0) return;
-  forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
+  expect_tree<kConfig.tree>(name, params);
+  auto args = make_cached_arguments<kConfig>(params, forward);
   args.scheduler.tile_semaphore = semaphore;
   if (semaphore != nullptr) args.scheduler.tile_counter = nullptr;
   constexpr auto kKernel = forward_kernel<kConfig>();

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -15,6 +17,7 @@
 namespace flashattn3 {
 
 constexpr char kName[] = "decode";
+constexpr int64_t kMostTreeWords = 2;
 
 inline void expect_dtype(const char* name, const Tensor& tensor, int32_t wanted, const char* text) {
   expect(dtype_of(tensor) == wanted, kName, name, text, "another dtype");
@@ -56,6 +59,24 @@ inline void check_dense(const char* name, const std::optional<Tensor>& tensor, i
   expect(dtype_of(*tensor) == dtype, kName, name,
          dtype == aoti_torch_dtype_int32() ? "int32" : "float32", "another dtype");
   expect(tensor->is_contiguous(), kName, name, "contiguous", "another layout");
+}
+
+// The words of each query, as many as the queries of a sequence need. Python compares those of a
+// varlen batch, whose longest sequence may have fewer queries than max_seqlen_q; kernels read any.
+inline void check_tree(const DecodeCall& call) {
+  if (!call.tree_mask) return;
+  const Tensor& tree = *call.tree_mask;
+  const int64_t total = call.total_q(), seqlen = call.seqlen_q();
+  const int64_t last = tree.dim() > 0 ? tree.size(tree.dim() - 1) : 0;
+  const int64_t words =
+      call.varlen() ? std::clamp<int64_t>(last, 1, kMostTreeWords) : (seqlen + 31) / 32;
+  expect(words <= kMostTreeWords, kName, "queries of a sequence with tree_mask",
+         32 * kMostTreeWords, seqlen);
+  expect_shape(kName, "tree_mask", tree,
+               call.varlen() ? Shape{2, {total, words}} : Shape{3, {call.batch(), total, words}});
+  expect_dtype("tree_mask.dtype", tree, aoti_torch_dtype_int32(), "int32");
+  expect(words <= 1 || tree.stride(tree.dim() - 1) == 1, kName, "tree_mask.stride(-1)", 1,
+         tree.stride(tree.dim() - 1));
 }
 
 // A descale is one number for all heads, one for each head, or of keys of a cache of 8 bits.

@@ -61,6 +61,7 @@ int device_of(const DecodeCall& call) {
   check_given("v_descale.device", call.v_descale);
   check_given("sinks.device", call.sinks);
   check_given("scheduler_metadata.device", call.scheduler_metadata);
+  check_given("tree_mask.device", call.tree_mask);
   return device;
 }
 
@@ -121,6 +122,7 @@ void check_call(const CachedProblem& problem, const KernelInstance& kernel,
   check_descale("v_descale", call.v_descale, call, of_bytes);
   check_dense("sinks", call.sinks, fp32, {1, {heads_q}});
   check_dense("scheduler_metadata", call.scheduler_metadata, int32, {1, {2 + 4 * batch}});
+  check_tree(call);
 }
 
 const float* floats(const std::optional<Tensor>& tensor) {
@@ -173,6 +175,12 @@ ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& cal
   params.cache_batch_idx = indices(call.cache_batch_idx);
   params.page_table_stride = paged ? call.page_table->stride(0) : 0;
   params.sinks = floats(call.sinks);
+  if (call.tree_mask) {
+    const Tensor& tree = *call.tree_mask;
+    params.tree_mask = indices(tree);
+    params.tree_words = static_cast<int>(tree.size(tree.dim() - 1));
+    params.tree_stride = {.batch = varlen ? 0 : tree.stride(0), .seq = tree.stride(varlen ? 0 : 1)};
+  }
 
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
   params.batch = to_int(kName, "the batch", call.batch());

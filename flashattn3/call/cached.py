@@ -24,7 +24,6 @@ from .tensor_fields import (
     APPEND_TENSORS,
     CACHED_SLOPES,
     DECODE_TENSORS,
-    TREE_MASK,
     WRITTEN_DESCALES,
     TensorField,
 )
@@ -49,8 +48,9 @@ def _tensors_of(name: str, fields: tuple[TensorField, ...]) -> type[tuple]:
 #   q_descale: float32 (batch, num_heads_kv). k_descale, v_descale: see cache_descales.py.
 #   sinks: (num_heads_q,).
 #   scheduler_metadata: see scheduler_metadata.py.
+#   tree_mask: int32 (batch, seqlen_q, words), or (total_q, words) with cu_seqlens_q.
 #   alibi_slopes: float32 (num_heads_q,) or (batch, num_heads_q).
-DecodeTensors = _tensors_of("DecodeTensors", (*DECODE_TENSORS, TREE_MASK, CACHED_SLOPES))
+DecodeTensors = _tensors_of("DecodeTensors", (*DECODE_TENSORS, CACHED_SLOPES))
 
 
 def new_out(tensors: DecodeTensors, dtype: torch.dtype | None = None) -> Tensor:

@@ -90,6 +90,7 @@ DECODE_TENSORS = (
     TensorField("v_descale", OPTIONAL),
     TensorField("sinks", OPTIONAL),
     TensorField("scheduler_metadata", OPTIONAL),
+    TensorField("tree_mask", OPTIONAL),
 )
 APPEND_TENSORS = (
     TensorField("k", REQUIRED),
@@ -109,9 +110,7 @@ APPEND_TENSORS = (
     TensorField("k_descale", OPTIONAL),
     TensorField("v_descale", OPTIONAL),
 )
-# The new tokens that each query sees. The compiled kernels of cached calls take none.
-TREE_MASK = TensorField("tree_mask", OPTIONAL)
-# ALiBi's slopes. The compiled kernels of cached calls take none either.
+# ALiBi's slopes. The compiled kernels of cached calls take none.
 CACHED_SLOPES = TensorField("alibi_slopes", OPTIONAL)
 # Descales of each token of a cache, which an append computes and writes. The compiled append kernel
 # takes none.

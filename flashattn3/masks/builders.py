@@ -264,9 +264,13 @@ def _of_source(
         lists = triton_lists.of_source(grid, source, device, most_partial)
         return Mask(*lists, grid.rows, grid.columns)
     starts, ends = spans()
-    kinds = block_kinds.of_spans(grid, starts, ends)
+    of_queries, of_keys = block_kinds.of_spans(grid, starts, ends)
+
+    def kinds(_, keys: bool):  # torch 2.11 traces no bool as an index
+        return of_keys if keys else of_queries
+
     words = partial(words_of_spans, starts=starts, ends=ends)
-    return _of_sides(grid, lambda _, of_keys: kinds[of_keys], words, most_partial, exact=True)
+    return _of_sides(grid, kinds, words, most_partial, exact=True)
 
 
 def _of_sides(grid: Grid, kinds, words, most_partial, exact: bool = False) -> Mask:

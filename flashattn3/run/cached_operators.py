@@ -26,7 +26,6 @@ from ..call.tensor_fields import (
     APPEND_TENSORS,
     CACHED_SLOPES,
     DECODE_TENSORS,
-    TREE_MASK,
     WRITTEN_DESCALES,
     schema,
 )
@@ -48,7 +47,7 @@ _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields
 
 torch.library.define(
     "flashattn3::decode",
-    f"(Tensor(a!) out, Tensor(b!) lse, {schema((*DECODE_TENSORS, TREE_MASK, CACHED_SLOPES))}, "
+    f"(Tensor(a!) out, Tensor(b!) lse, {schema((*DECODE_TENSORS, CACHED_SLOPES))}, "
     f"{_LENGTHS}, {DECODE.schema}) -> ()",
 )
 torch.library.define(

@@ -1,6 +1,7 @@
 // The problems that decode_check runs.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <random>
 #include <string>
@@ -83,6 +84,16 @@ spans, more tiles than SMs | q 400, heads 1, capacity 600, causal, spans 128
 spans, options | batch 3, q 3, heads 8 2, page 16, causal, sinks, softcap 5, descales, spans 256
 spans, d256 | q 5, heads 8, d 256, capacity 900, seqlens 890, leftpad 33, causal, spans 128
 spans, fp16 d64 | fp16, batch 2, q 9, heads 16 2, d 64, page 3, seqlens 900 30, causal, spans 128
+tree, one word | batch 3, q 7, heads 8 2, seqlens 700 5 64, tree
+tree, two words | batch 2, q 64, heads 4 2, capacity 500, page 16, seqlens 480 64, tree
+tree, 33 queries, varlen | batch 4, q 33, heads 4, capacity 500, seqlens 399 500 5 300, cu_q 0 1 34 34 40, tree
+tree, one query | heads 8, capacity 300, tree
+tree, more queries than keys | q 40, heads 4, capacity 100, seqlens 33, tree
+tree, options | batch 3, q 12, heads 8 2, seqlens 700 10 333, leftpad 300 20 330, sinks, softcap 5,
+    descales, tree
+tree, window | batch 2, q 20, heads 4, seqlens 700 97, window 15 -1, tree
+tree, d64 | batch 2, q 40, heads 8 2, d 64, capacity 300, page 3, seqlens 290 130, tree
+tree, d40, values 24, new tokens | q 9, heads 8, d 40 24, seqlens 600, new 9, tree
 fp16 | fp16, batch 2, heads 8 2, capacity 3000
 fp16 d64 | fp16, heads 8, d 64, page 16
 fp16 d256 | fp16, heads 8, d 256, capacity 3000
@@ -125,6 +136,12 @@ int8, left padding, new tokens |
 )";
 
 inline std::vector<DecodeCase> decode_cases() { return read_cases<DecodeCase>(kDecodeCases); }
+
+// Gives a problem a tree, if there are kernels for it.
+inline void make_tree(DecodeCase& c) {
+  if (c.seqlen_q > 64 || std::max(c.head_dim, c.head_dim_v) > 128) return;
+  c.tree = true, c.right = -1, c.spans = 0;
+}
 
 // A problem with every option at random, alone and with others. It has at most `most` KV blocks of
 // work tiles, so that the emulation computes it in seconds.
@@ -177,6 +194,9 @@ inline DecodeCase random_decode_case(uint32_t seed, int most) {
     }
     const int tiles = (c.seqlen_q * (c.heads_q / c.heads_kv) + 63) / 64;
     const int blocks = (c.capacity + 63) / 64 * c.batch * c.heads_kv * tiles;
-    if (blocks <= most) return c;
+    if (blocks > most) continue;
+    std::mt19937 of_tree(seed + 2000000);
+    if (!c.has_bytes() && of_tree() % 3 == 0) make_tree(c);
+    return c;
   }
 }

@@ -108,7 +108,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
   FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
-    const int config = config_of(c.fp16, dim, c.spans > 0, c.has_bytes());
+    const int config = config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree);
     Workspace workspace(turn.num_sms, c.spans > 0 ? 1 + (c.capacity + 127) / 128 : 1);
     DeviceMemory memory;
     flashattn3::ByteDecodeParams params = make_params(problem, memory, lse);

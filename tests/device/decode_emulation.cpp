@@ -6,6 +6,7 @@
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -29,32 +30,31 @@ using namespace flashattn3;
 // The launch that launch/decode.cuh makes for a call. `params` has no workspace and no counters
 // yet.
 struct Launch {
-  void (*kernel)(const decode::Arguments);
+  std::function<void()> (*kernel)(const DecodeParams& params);
   int num_ctas, num_threads, shared_bytes;
   int64_t workspace_bytes;
   bool is_warp_kernel = false;
-  decode::Arguments (*arguments)(const DecodeParams& params);
 
   template <decode::Config kConfig>
   static Launch of(const DecodeParams& params) {
-    void (*kernel)(const decode::Arguments) = &decode::decode_kernel<decode::KernelTraits<kConfig>>;
-    if constexpr (!kConfig.spans) {
+    Launch launch{.kernel = &kernel_of<kConfig, false>};
+    if constexpr (!decode::has_one_kernel(kConfig)) {
       if (uses_warp_kernel(params, kConfig)) return of_warp_kernel<kConfig>(params);
-    }
-    if constexpr (!kConfig.spans && !decode::has_bytes(kConfig)) {
-      if (is_plain(params, kConfig)) {
-        kernel = &decode::decode_kernel<decode::KernelTraits<kConfig, true>>;
+      if constexpr (!decode::has_bytes(kConfig)) {
+        if (is_plain(params, kConfig)) launch.kernel = &kernel_of<kConfig, true>;
       }
     }
     const DecodeGrid grid = DecodeGrid::of(params, kConfig);
-    return {.kernel = kernel,
-            .num_ctas = grid.num_ctas,
-            .num_threads = decode::num_threads(kConfig),
-            .shared_bytes = decode::smem_bytes(kConfig),
-            .workspace_bytes = grid.workspace_bytes(params.head_dim_v),
-            .arguments = [](const DecodeParams& params) {
-              return arguments_of<kConfig>(params, DecodeGrid::of(params, kConfig));
-            }};
+    launch.num_ctas = grid.num_ctas, launch.num_threads = decode::num_threads(kConfig);
+    launch.shared_bytes = decode::smem_bytes(kConfig);
+    launch.workspace_bytes = grid.workspace_bytes(params.head_dim_v);
+    return launch;
+  }
+
+  template <decode::Config kConfig, bool kPlain>
+  static std::function<void()> kernel_of(const DecodeParams& params) {
+    const auto args = arguments_of<kConfig>(params, DecodeGrid::of(params, kConfig));
+    return [args] { decode::decode_kernel<decode::KernelTraits<kConfig, kPlain>>(args); };
   }
 
   template <decode::Config kConfig>
@@ -63,16 +63,19 @@ struct Launch {
     const int records = num_part_records(params, grid);
     Launch launch{.num_ctas = grid.num_ctas,
                   .workspace_bytes = records > 0 ? decode::PartMemory::bytes(records) : 0,
-                  .is_warp_kernel = true,
-                  .arguments = [](const DecodeParams& params) {
-                    return make_warp_arguments<kConfig>(params, warp_grid(params, kConfig));
-                  }};
+                  .is_warp_kernel = true};
     with_warp_traits<kConfig>(params, [&]<class Traits>(Traits) {
-      launch.kernel = &decode::warp_kernel<Traits>;
+      launch.kernel = &warp_kernel_of<kConfig, Traits>;
       launch.num_threads = Traits::kThreads;
       launch.shared_bytes = sizeof(decode::WarpStorage<Traits>);
     });
     return launch;
+  }
+
+  template <decode::Config kConfig, class Traits>
+  static std::function<void()> warp_kernel_of(const DecodeParams& params) {
+    const auto args = make_warp_arguments<kConfig>(params, warp_grid(params, kConfig));
+    return [args] { decode::warp_kernel<Traits>(args); };
   }
 };
 
@@ -135,8 +138,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn, boo
       lengths[random() % lengths.size()] = keys;
     };
   }
-  const decode::Arguments args = launch.arguments(params);
-  emulation::kernel = [&] { launch.kernel(args); };
+  emulation::kernel = launch.kernel(params);
   std::vector<int> order(launch.num_ctas);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
@@ -151,7 +153,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn, boo
 
 static int config_of(const DecodeCase& c) {
   const int dim = std::max(c.head_dim, c.head_dim_v);
-  return config_of(c.fp16, dim, c.spans > 0, c.has_bytes());
+  return config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree);
 }
 
 static bool run_case(DecodeCase c) {

@@ -36,6 +36,7 @@ struct DecodeCase {
   bool e4m3 = false, int8 = false;  // of the cache, whose rows begin at multiples of 16 elements
   int spans = 0;                    // split_tokens; 0: none
   bool page_descales = false, token_descales = false;
+  bool tree = false;  // bits say which new tokens a query sees; at most 64 queries
 
   bool has_bytes() const { return e4m3 || int8; }
 };
@@ -55,7 +56,8 @@ inline void set(DecodeCase& c, Field& field) {
                      field.read("grows", c.grows) || field.read("lost_page", c.lost_page) ||
                      field.read("e4m3", c.e4m3) || field.read("int8", c.int8) ||
                      field.read("page_descales", c.page_descales) ||
-                     field.read("token_descales", c.token_descales) || field.read("spans", c.spans);
+                     field.read("token_descales", c.token_descales) ||
+                     field.read("spans", c.spans) || field.read("tree", c.tree);
   if (!known) field.refuse();
 }
 
@@ -72,6 +74,8 @@ struct DecodeProblem {
   std::vector<float> lse, sinks, q_descale, k_descale, v_descale;
   std::vector<float> k_key_descale, v_key_descale;  // (num_pages, tokens of one or 1, heads_kv)
   std::vector<uint8_t> k_bytes, v_bytes;  // with 8 bits: the elements of k and v, which are numbers
+  static constexpr int kTreeStride = 3;   // from a query's words to those of the next one
+  std::vector<int> tree;
 
   explicit DecodeProblem(const DecodeCase& c)
       : c(c),
@@ -139,6 +143,11 @@ struct DecodeProblem {
     }
     if (c.lost_page) table[sequence(0).cache_idx * max_pages + 1] = num_pages;
     if (c.has_bytes()) k_bytes = bytes_of(k), v_bytes = bytes_of(v);
+    for (int i = 0; i < q.batch * total_q * kTreeStride && c.tree; ++i) {
+      // Some rows see no new token, others all, and mostly not themselves.
+      const auto kind = random() % 8;
+      tree.push_back(static_cast<int>(kind == 0 ? 0 : kind == 1 ? -1 : random()));
+    }
     if (!c.page_descales && !c.token_descales) return;
     for (int i = 0; i < num_pages * descales_of_page() * c.heads_kv; ++i) {
       k_key_descale.push_back(0.25f * std::exp(normal(random)));
@@ -196,6 +205,16 @@ struct DecodeProblem {
     return {std::min(std::max(begin, 0), s.num_keys), end};
   }
 
+  int tree_words() const { return c.tree ? (c.seqlen_q + 31) / 32 : 0; }
+
+  // Whether the tree shows a key to a query.
+  bool shows(int b, int query, const DecodeSequence& s, int key) const {
+    const int token = key - (s.num_keys - s.num_queries);
+    if (!c.tree || token < 0) return true;
+    const int row = (c.cu_q.empty() ? b * total_q : 0) + s.offset + query;
+    return tree[row * kTreeStride + token / 32] >> token % 32 & 1;
+  }
+
   std::pair<int, int> place(int cache_idx, int key) const {
     if (!c.page_size) return {cache_idx, key};
     return {table[cache_idx * max_pages + key / c.page_size], key % c.page_size};
@@ -244,6 +263,7 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
     x *= scale;
     largest = std::max(largest, std::fabs(x));
     if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
+    if (!problem.shows(row.b, row.query, s, key)) x = -INFINITY;
     p[key - begin] = x;
     top = std::max(top, x);
   }
@@ -252,6 +272,7 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
   for (double& x : p) sum += x = std::exp(x - reference);
   row.out.assign(problem.v.dim, 0.), row.bound.assign(problem.v.dim, 0.);
   for (int key = begin; key < end; ++key) {
+    if (p[key - begin] == 0) continue;
     double weight = p[key - begin] / sum * value(problem.v_descale);
     if (std::isnan(weight)) {
       std::fill(row.out.begin(), row.out.end(), weight);
@@ -417,7 +438,10 @@ flashattn3::ByteDecodeParams make_params(DecodeProblem& p, Memory&& memory, floa
            .pdl = false,
            .q_descale_stride = p.stride_of(p.q_descale),
            .k_descale_stride = p.stride_of(p.k_descale),
-           .v_descale_stride = p.stride_of(p.v_descale)},
+           .v_descale_stride = p.stride_of(p.v_descale),
+           .tree_mask = memory(p.tree),
+           .tree_words = p.tree_words(),
+           .tree_stride = {int64_t{p.total_q} * p.kTreeStride, p.kTreeStride, 0}},
           key_descale(p.k_key_descale),
           key_descale(p.v_key_descale),
           c.int8};

@@ -15,7 +15,7 @@
 // Runs the case three times, which must be bitwise equal: tiles from a counter, in fixed order, and
 // on 3 SMs, so that each CTA has many tiles. Returns false on failure.
 static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* counter) {
-  const int config = flashattn3::cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v));
+  const int config = flashattn3::cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v), c.tree);
   const char* turns[] = {"counted", "fixed order", "3 SMs"};
   DecodeProblem problem(c);
   problem.q.upload(), problem.k.upload(), problem.v.upload(), problem.out.upload();

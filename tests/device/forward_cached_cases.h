@@ -71,6 +71,20 @@ a lost page of 1 | q 300, capacity 400, page 1, causal, lost_page
 a lost page before the window | q 200, page 64, window 100 0, lost_page
 a lost page before the window, in its KV block | q 200, capacity 350, page 16, window 110 0,
     lost_page
+tree, one word | batch 3, q 30, heads 8 2, seqlens 700 5 64, tree
+tree, two words, page 16 | batch 4, q 64, heads 8 2, capacity 600, page 16, seqlens 576 64 65 599, tree
+tree, 33 queries, varlen | batch 5, q 33, heads 8 2, page 3, seqlens 399 500 5 300 40,
+    cu_q 0 1 34 34 40 73, tree
+tree, one query | heads 4, capacity 200, tree
+tree, more queries than keys | batch 2, q 60, heads 4, capacity 100, seqlens 33 0, tree
+tree, left padding, softcap, sinks | batch 3, q 40, heads 8 2, seqlens 700 50 333,
+    leftpad 300 20 330, softcap 5, sinks, tree
+tree, window | batch 2, q 50, heads 4, seqlens 700 97, window 15 -1, tree
+tree, a lost page | batch 2, q 50, heads 4, page 64, lost_page, tree
+tree, scores grow | q 64, heads 4, capacity 500, grows, tree
+tree, d64 | batch 2, q 50, heads 8 2, d 64, page 16, seqlens 900 130, tree
+tree, d64, aligned | fp16, batch 2, q 64, heads 8 2, d 64, seqlens 896 128, tree
+tree, d40, values 24, new tokens | q 60, heads 4, d 40 24, seqlens 600, new 60, tree
 softcap | q 200, heads 2, causal, softcap 5
 scores grow | q 300, heads 2, capacity 3000, page 16, causal, grows
 negative scale | q 200, heads 2, scale -0.1
@@ -95,7 +109,7 @@ inline DecodeCase random_cached_case(uint32_t seed) {
   DecodeCase c = random_decode_case(seed, 5000);
   std::mt19937 random(seed + 1000000);
   const int lengths[] = {1, 63, 64, 65, 100, 191, 193, 300, 450};
-  c.seqlen_q = lengths[random() % 9];
+  c.seqlen_q = c.tree ? 1 + static_cast<int>(random() % 64) : lengths[random() % 9];
   c.heads_kv = 1 + static_cast<int>(random() % 2);
   c.heads_q = c.heads_kv * (1 + static_cast<int>(random() % 4));
   for (size_t b = 1; b < c.cu_q.size(); ++b) {

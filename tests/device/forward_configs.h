@@ -15,13 +15,12 @@ constexpr ElementType kFp16 = ElementType::kFloat16;
 constexpr ElementType kE4m3 = ElementType::kE4m3;
 constexpr ElementType kInt8 = ElementType::kInt8;
 
-// The cached kernel config with the smallest sufficient head dim; -1: none. spans: for
-// split_tokens.
-inline int cached_config(bool fp16, int head_dim, bool spans = false) {
+// The cached kernel config with the smallest sufficient head dim; -1: none. tree: for a tree_mask.
+inline int cached_config(bool fp16, int head_dim, bool tree = false) {
   int found = -1;
   for (int i = 0; i < kNumCheckConfigs; ++i) {
     const forward::Config& r = kCheckConfigs[i];
-    if (!r.cached || r.spans != spans) continue;
+    if (!r.cached || r.spans || r.tree != tree) continue;
     if ((r.dtype == kFp16) != fp16 || r.head_dim < head_dim) continue;
     if (found < 0 || r.head_dim < kCheckConfigs[found].head_dim) found = i;
   }

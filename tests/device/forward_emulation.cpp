@@ -59,7 +59,7 @@ static Launch prepare(const char* name, const DecodeParams& params) {
   if constexpr (kConfig.cached && is_emulated(kConfig)) {
     check_cached_forward<kConfig>(name, params);
     const ForwardParams forward = forward_params_of(params);
-    const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
+    const auto args = make_cached_arguments<kConfig>(params, forward);
     const varlen::Arguments before =
         make_prepare_arguments(forward, forward_tile_shape<kConfig>(forward), 0, nullptr);
     return {num_persistent_ctas(forward, args.scheduler.num_tiles), forward::num_threads(kConfig),
@@ -143,7 +143,9 @@ static std::string run(AnyProblem& problem, int config, const Turn& turn) {
 }
 
 static bool run_case(DecodeCase c) {
-  const auto config_of = [&] { return cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v)); };
+  const auto config_of = [&] {
+    return cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v), c.tree);
+  };
   c.fp16 = c.fp16 == is_emulated(kCheckConfigs[config_of()]);
   const int config = config_of();
   DecodeProblem problem(c);

@@ -151,6 +151,7 @@ static bool run_case(DecodeCase c) {
 // Gives a case spans and sinks; whether it has kernels and is short.
 static bool make_span_case(DecodeCase& c, uint32_t seed) {
   std::mt19937 random(seed);
+  c.tree = false;
   c.spans = 128 * (1 + static_cast<int>(random() % 4));
   c.sinks = random() % 3 == 0;
   int64_t blocks = 0;

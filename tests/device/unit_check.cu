@@ -25,6 +25,7 @@
 #include "unit/attention/tanh_test.cuh"
 #include "unit/attention/tile_scheduler_test.cuh"
 #include "unit/attention/tile_shape_test.cuh"
+#include "unit/attention/tree_mask_test.cuh"
 #include "unit/attention/variant_test.cuh"
 #include "unit/decode/work_share_test.cuh"
 #include "unit/tile/fragment_test.cuh"

@@ -265,7 +265,7 @@ def cache_attention(
         if case.tree:
             tree = bits_of(given["tree_mask"].flatten(0, -2)[rows])
             first = max(0, seqlen_q - case.seqlens[index])  # new tokens that no key is left of
-            hidden[:, case.seqlens[index] - (seqlen_q - first) :] = ~tree[:, first:seqlen_q]
+            hidden[:, case.seqlens[index] - (seqlen_q - first) :] |= ~tree[:, first:seqlen_q]
         for head in range(case.num_heads_q):
             k, v = (x[index][:, head // group].to(dtype) for x in (inputs.k, inputs.v))
             v = v.abs() if of_magnitudes else v
@@ -282,8 +282,8 @@ def _hidden(case: CacheCase, index: int, seqlen_q: int) -> Tensor:
     queries, keys = torch.arange(seqlen_q), torch.arange(length)
     distance = keys - (queries + length - seqlen_q).unsqueeze(1)
     left, right = case.options.get("window_size", (-1, -1))
-    if case.options.get("causal") and not case.tree:
-        right = 0
+    if case.options.get("causal"):
+        right = -1 if case.tree else 0  # a tree's bits say it
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left >= 0:
         hidden |= distance < -left

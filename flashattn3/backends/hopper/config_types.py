@@ -40,6 +40,7 @@ class ForwardConfig(NamedTuple):
     listed: whether the mask is lists of blocks (flashattn3.masks); such a config is masked.
     spans: whether fixed spans of keys are joined in order (split_tokens), with the bits of the
         decode config with spans of its head dim; such a config is cached.
+    tree: whether bits say which new tokens a query sees (tree_mask); such a config is cached.
     max_seqlen_k: for the planner: longest seqlen_k that selects this config; None: any.
     measured: "GPU, case, date" of the measurement that chose the tile; empty: not measured.
     """
@@ -61,6 +62,7 @@ class ForwardConfig(NamedTuple):
     term: str = NO_TERM
     listed: bool = False
     spans: bool = False
+    tree: bool = False
     max_seqlen_k: int | None = None
     measured: str = ""
 
@@ -70,8 +72,8 @@ class ForwardConfig(NamedTuple):
         mask = "listed" if self.listed else mask
         tile = f"{self.block_m}x{self.block_n}x{self.num_stages}"
         buffers = f"_q{self.num_q_buffers}" * (self.num_q_buffers > 1)
-        spans = "_spans" * self.spans
-        return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}{_term(self)}{spans}"
+        kind = "_spans" * self.spans + "_tree" * self.tree
+        return f"forward_{self.dtype}_{_dims(self)}_{mask}_{tile}{buffers}{_term(self)}{kind}"
 
 
 class BackwardConfig(NamedTuple):
@@ -132,6 +134,7 @@ class DecodeConfig(NamedTuple):
         kernel, for calls of any number of rows.
     num_byte_tiles: of a cache of 8 bits: K and V tiles in flight before they are widened to fp16;
         0: the cache has q's dtype.
+    tree: as for ForwardConfig; such a config has one kernel.
     measured: as for ForwardConfig.
     """
 
@@ -146,13 +149,15 @@ class DecodeConfig(NamedTuple):
     num_consumers: int
     spans: bool = False
     num_byte_tiles: int = 0
+    tree: bool = False
     measured: str = ""
 
     @property
     def name(self) -> str:
         dtypes = f"{self.dtype}{'_bytes' * (self.num_byte_tiles > 0)}"
         tile = f"{self.block_n}x{self.num_stages}"
-        return f"decode_{dtypes}_d{self.head_dim}_{tile}{'_spans' * self.spans}"
+        kind = "_spans" * self.spans + "_tree" * self.tree
+        return f"decode_{dtypes}_d{self.head_dim}_{tile}{kind}"
 
     @property
     def warp_kernel_rows(self) -> int:

@@ -18,6 +18,7 @@ from ..base import CachedOperators, score_factor_reason
 from .config_types import DECODE_TILE_ROWS, MAX_HEAD_DIM
 from .kernel_configs import (
     CACHED_CONFIGS,
+    DECODE_CONFIGS,
     DecodeConfig,
     ForwardConfig,
     select_byte_decode_config,
@@ -225,12 +226,24 @@ def unfit_reason(problem: DecodeProblem) -> str | None:
         return f"copies 16 bytes at once: rows of {caches[0]} begin at other addresses"
     if "alibi_slopes" in problem.given:
         return "has no kernel of cached calls with alibi_slopes"
-    if problem.tree_words:
-        return "hides new tokens by their positions alone, not by a tree_mask"
+    if problem.tree_words and (reason := tree_reason(problem)) is not None:
+        return reason
     if problem.num_splits > 1:
         parts = "cuts the batch into equal shares (num_splits=0) or no sequence (1)"
         return f"{parts}, num_splits is {problem.num_splits}"
     return score_factor_reason(problem, 100, torch.float32)
+
+
+def tree_reason(problem: DecodeProblem) -> str | None:
+    """Why no kernel reads the tree_mask of a problem that has one, or None."""
+    if problem.split_tokens:
+        return "has no kernel with spans of keys and a tree_mask"
+    if reads_bytes(problem):
+        return "has no kernel for caches of 8 bits with a tree_mask"
+    if config_of(problem) is None:
+        most = max(config.head_dim for config in DECODE_CONFIGS if config.tree)
+        return f"takes a tree_mask up to head_dim {most}"
+    return None
 
 
 def reads_bytes(problem: DecodeProblem) -> bool:
@@ -247,20 +260,24 @@ def descale_reason(problem: DecodeProblem | AppendProblem) -> str | None:
     return None
 
 
-def config_of(problem: DecodeProblem) -> DecodeConfig:
-    """The decode kernel of a problem that is not unfit."""
+def config_of(problem: DecodeProblem) -> DecodeConfig | None:
+    """The decode kernel of a problem. None: the problem is unfit."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
     if reads_bytes(problem):
         return select_byte_decode_config(NAMES[problem.dtype], head_dim)
-    return select_decode_config(NAMES[problem.dtype], head_dim, problem.split_tokens is not None)
+    return select_decode_config(NAMES[problem.dtype], head_dim, *_kind(problem))
+
+
+def _kind(problem: DecodeProblem) -> tuple[bool, bool]:
+    """Whether a problem's kernels have spans of keys, and a tree."""
+    return problem.split_tokens is not None, problem.tree_words > 0
 
 
 def forward_config_of(problem: DecodeProblem) -> ForwardConfig | None:
     """The cached forward kernel of a problem that has neither unfit_reason nor forward_reason; with
     split_tokens it gives a row the bits of the decode kernel. None: there is none."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    spans = problem.split_tokens is not None
-    return select_cached_forward_config(NAMES[problem.dtype], head_dim, spans)
+    return select_cached_forward_config(NAMES[problem.dtype], head_dim, *_kind(problem))
 
 
 def forward_reason(problem: DecodeProblem) -> str | None:

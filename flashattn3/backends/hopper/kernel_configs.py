@@ -213,6 +213,12 @@ DECODE_CONFIGS = tuple(
     for tile in tiles
     for dtype in SIXTEEN_BIT
 )
+TREE_MEASURED = "H200, bench --suite tree, 2026-11-28"
+DECODE_CONFIGS += tuple(
+    config._replace(tree=True, measured=TREE_MEASURED)
+    for config in DECODE_CONFIGS
+    if config.head_dim <= 128 and not config.spans
+)
 BYTE_DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-27"
 # For caches of 8 bits beside q of 16: the same, and num_byte_tiles
 BYTE_DECODE_CONFIGS = tuple(
@@ -245,6 +251,11 @@ CACHED_FORWARD_CONFIGS += tuple(
     )
     for head_dim, *tile in ((64, 192, 64, 4, 3, 2), (128, 192, 64, 2, 3, 1))
     for dtype in SIXTEEN_BIT
+)
+CACHED_FORWARD_CONFIGS += tuple(
+    config._replace(tree=True, measured=TREE_MEASURED)
+    for config in CACHED_FORWARD_CONFIGS
+    if config.head_dim <= 128 and not config.spans
 )
 # "GPU, case, date" of the measurement of the append kernel, which has no kernel configs; empty: no
 # GPU has run it yet, and only calls with backend="hopper" do.
@@ -330,12 +341,15 @@ def select_backward_config(
     return min(fitting, key=lambda config: (config.head_dim, config.head_dim_v), default=None)
 
 
-def select_decode_config(dtype: str, head_dim: int, spans: bool = False) -> DecodeConfig | None:
+def select_decode_config(
+    dtype: str, head_dim: int, spans: bool = False, tree: bool = False
+) -> DecodeConfig | None:
     """The config with the smallest sufficient head dim; None if there is none."""
+    kind = dtype, spans, tree
     fitting = [
         config
         for config in DECODE_CONFIGS
-        if (config.dtype, config.spans) == (dtype, spans) and config.head_dim >= head_dim
+        if (config.dtype, config.spans, config.tree) == kind and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
@@ -352,13 +366,14 @@ def select_byte_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
 
 
 def select_cached_forward_config(
-    dtype: str, head_dim: int, spans: bool = False
+    dtype: str, head_dim: int, spans: bool = False, tree: bool = False
 ) -> ForwardConfig | None:
     """The config with the smallest sufficient head dim; None if there is none."""
+    kind = dtype, spans, tree
     fitting = [
         config
         for config in CACHED_FORWARD_CONFIGS
-        if (config.dtype, config.spans) == (dtype, spans) and config.head_dim >= head_dim
+        if (config.dtype, config.spans, config.tree) == kind and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
@@ -384,7 +399,7 @@ def configs_hash() -> str:
     lines = []
     for config in all_configs():
         values = {name: getattr(config, name) for name in compiled_fields(type(config))}
-        absent = {"term": NO_TERM, "listed": False, "spans": False}
+        absent = {"term": NO_TERM, "listed": False, "spans": False, "tree": False}
         values = {name: value for name, value in values.items() if value != absent.get(name)}
         lines.append(f"{config.kind} {values}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

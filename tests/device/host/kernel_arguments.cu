@@ -26,6 +26,9 @@ std::vector<uint64_t> words_of(const void* arguments) {
 std::vector<uint64_t> words_of_arguments(const std::string& name, void** arguments) {
   const auto is = [&](const char* part) { return name.find(part) != std::string::npos; };
   if (is("append_kernel")) return words_of<flashattn3::append::Arguments>(arguments[0]);
+  if (is("decode_kernel") && is("Li0ELb1EE")) {  // the last field of decode::Config is tree
+    return words_of<flashattn3::decode::TreeArguments>(arguments[0]);
+  }
   if (is("decode_kernel") || is("warp_kernel")) {
     return words_of<flashattn3::decode::Arguments>(arguments[0]);
   }
