@@ -409,6 +409,11 @@ def check_trees(host):
     long = dense(seqlen_q=64) | {"tree_mask": torch.zeros(3, 64, 2, dtype=torch.int32)}
     (launch,) = launches_in(passed_by(host, long, causal=True))
     assert launch[:2] == [3 * 2 * 4, 512]
+    for rows, longest in product((0, 2), (0, 5)):  # of no sequence
+        tree = torch.zeros(rows, min(longest, 1), dtype=torch.int32)
+        none = packed | {"q": given["q"][0, :rows], "cu_seqlens_q": torch.zeros_like(edges)}
+        none |= {"max_seqlen_q": longest, "tree_mask": tree}
+        assert passed_by(host, none, causal=True).result.shape == (rows, 8, 64)
     wrong = long | {"tree_mask": torch.zeros(3, 64, 1, dtype=torch.int32)}
     assert "tree_mask.shape must be (3, 64, 2)" in passed_by(host, wrong, causal=True).result
 

@@ -84,6 +84,22 @@ def words(*shape: int, dtype=torch.int32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(("rows", "longest"), [(None, None), (0, 0), (0, 5), (2, 0), (2, 5)])
+def test_a_tree_without_queries(rows, longest, backend, device):
+    """Their mask has no words. Rows of no sequence get zeros. rows: None: q is dense."""
+    pytest.importorskip("triton")
+    cache = torch.ones(2, 24, 2, 32, dtype=torch.float16, device=device)
+    call = {"q": cache[:, :0], "tree_mask": words(2, 0, 0)}
+    if rows is not None:
+        edges = torch.zeros(3, dtype=torch.int32, device=device)
+        call = {"q": cache[0, :rows], "cu_seqlens_q": edges, "max_seqlen_q": longest}
+        call["tree_mask"] = words(rows, min(longest, 1))
+    call |= {"tree_mask": call["tree_mask"].to(device), "causal": True, "backend": backend}
+    out = flash_attn_with_kvcache(**call, k_cache=cache, v_cache=cache)
+    assert out.shape == call["q"].shape and not out.any()
+
+
 REFUSED = [
     ({"tree_mask": words(2, 3, 1), "causal": False}, "causal must be True with tree_mask"),
     ({"tree_mask": words(2, 3, 2)}, "tree_mask.shape must be (2, 3, 1), a bit for each new token"),

@@ -68,8 +68,7 @@ inline void check_tree(const DecodeCall& call) {
   const Tensor& tree = *call.tree_mask;
   const int64_t total = call.total_q(), seqlen = call.seqlen_q();
   const int64_t last = tree.dim() > 0 ? tree.size(tree.dim() - 1) : 0;
-  const int64_t words =
-      call.varlen() ? std::clamp<int64_t>(last, 1, kMostTreeWords) : (seqlen + 31) / 32;
+  const int64_t words = call.varlen() ? std::min(last, kMostTreeWords) : (seqlen + 31) / 32;
   expect(words <= kMostTreeWords, kName, "queries of a sequence with tree_mask",
          32 * kMostTreeWords, seqlen);
   expect_shape(kName, "tree_mask", tree,

@@ -168,7 +168,7 @@ def _decode(
     rows = q.reshape(-1, *q.shape[-2:]).to(wide_dtype(q.dtype) if q.dtype == FP8 else q.dtype)
     tree = tensors.tree_mask
     if tree is not None:
-        tree = tree.reshape(-1, tree.shape[-1])
+        tree = tree.flatten(0, -2)
     for index in range(batch):
         row = torch.tensor(index, device=device)
         if tensors.cache_batch_idx is not None:
