@@ -3,7 +3,10 @@ the Hopper kernels without a GPU."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from time import sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn3 import flash_attn_varlen_func, use_backend
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
-from flashattn3.run import aten_node
+from flashattn3.run import aten_node, launches
 from flashattn3.run import bhsd as bhsd_module
 
 ON_PINNED = pytest.param("pinned", marks=pytest.mark.gpu)
@@ -161,3 +164,24 @@ def test_a_node_is_used_only_where_torch_has_the_known_operator(kind, node, monk
 def test_this_torch_has_the_known_operators(node):
     for name, schema in node.schemas.items():
         assert aten_node.schema_of(name) == schema
+
+
+def test_threads_that_begin_together_register_the_nodes_once(monkeypatch):
+    """Else torch warns of a second kernel, and one thread may take the kernels of another for those
+    of another copy of the library."""
+    registered = []
+
+    def impl(name, *_):
+        registered.append(name)
+        sleep(0.01)
+
+    class Operators:
+        name = "operators_of_a_test"
+        register_autograd_node = register_score_node = SimpleNamespace(default=lambda: None)
+
+    monkeypatch.setattr(torch.library, "impl", impl)
+    monkeypatch.setattr(aten_node, "unusable_reason", lambda node: None)
+    kept = SimpleNamespace(namespace=Operators)
+    with ThreadPoolExecutor(4) as pool:
+        nodes = {*pool.map(launches.nodes_of, [kept] * 4)}
+    assert len(nodes) == 1 and len(registered) == 2, registered

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
 from operator import attrgetter
-from threading import local
+from threading import Lock, local
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
@@ -102,6 +102,7 @@ _numbers = count(1)  # torch's own calls of the node have the number 0
 MOST = 4096  # caches with a node: gradients may ask for any of them, so that none is dropped
 _with_node: dict[int, LaunchCache] = {}
 _failed = local()  # error: what forward_in_python raised in this thread
+_registers = Lock()
 
 
 def forward_in_python(number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -128,7 +129,8 @@ def backward_in_python(
 
 def nodes_of(operators: PassOperators) -> tuple[Callable | None, ...]:
     """The attention with the autograd nodes of these operators, registered in the first call."""
-    return registered_nodes(operators.namespace, forward_in_python, backward_in_python)
+    with _registers:  # threads may make their first calls at once
+        return registered_nodes(operators.namespace, forward_in_python, backward_in_python)
 
 
 def _message(error: BaseException) -> Tensor:
