@@ -44,13 +44,14 @@ start = time.perf_counter()
 import flashattn3
 seconds = time.perf_counter() - start
 mapped = {line.split()[-1].rsplit("/", 1)[-1] for line in open("/proc/self/maps") if ".so" in line}
-from flashattn3.run.aten_node import unusable_reason
+from flashattn3.run.aten_node import NODES, unusable_reason
 from flashattn3.backends.hopper.library import find_library, kernel_info
 library = find_library()
 print(json.dumps({
     "torch": torch.__version__, "import": seconds, "error": library.error,
     "loaded unasked": sorted(name for name in mapped if "flashattn3" in name),
-    "kernels": 0 if library.error else len(kernel_info()), "node": unusable_reason(),
+    "kernels": 0 if library.error else len(kernel_info()),
+    "nodes": [unusable_reason(node) for node in NODES],
 }))
 """
 
@@ -143,8 +144,8 @@ def main(wheel: Path, versions: list[str]) -> int:
     for version in versions or offered():
         source = version if version.endswith(".whl") else f"torch=={version}"
         found = try_under(version, wheel, source)
-        node = f"node in Python: {found['node']}" if found["node"] else "node in C++"
-        said = found["error"] or f"{found['kernels']} kernels, {node}"
+        nodes = [f"in Python: {reason}" if reason else "in C++" for reason in found["nodes"]]
+        said = found["error"] or f"{found['kernels']} kernels, nodes {', '.join(nodes)}"
         print(
             f"torch {found['torch']:<14} installed in {found['install']:.1f} s, import "
             f"{1000 * found['import']:.0f} ms, {said}",

@@ -74,7 +74,7 @@ NODES = OF_SIDES, OF_SCORE
 
 
 @cache
-def unusable_reason(node: AtenNode = OF_SIDES) -> str | None:
+def unusable_reason(node: AtenNode) -> str | None:
     """Why calls with gradients get a node in Python, or None."""
     switch = os.environ.get(SWITCH, "1")
     if switch != "1":
