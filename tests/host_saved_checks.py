@@ -221,3 +221,20 @@ def check_no_query_row(host):
     events = events_of(host, out.sum().backward)
     cleared = [x[2] for x in events if x[0] == "memset"]
     assert cleared == [k.numel() * 2, v.numel() * 2]
+
+
+def check_sinks_without_scores(host):
+    """Their gradient is zeros, which Python writes and no kernel, whatever launches are kept."""
+    for is_bhsd, shape in product((False, True), ((0, 40, 40), (2, 0, 40), (2, 40, 0))):
+        batch, *lengths = shape
+        sinks = torch.zeros(4, requires_grad=True)
+        attention = attention_of(is_bhsd, sinks=sinks)
+        attention(*inputs(64, d=64))
+        sides = zip((*lengths, lengths[1]), (4, 2, 2), strict=True)
+        tensors = [torch.zeros(batch, n, heads, 64).half() for n, heads in sides]
+        for _ in range(2):
+            out = attention(*tensors)
+            planned = operators._plan.cache_info()[:2]
+            (gradient,) = torch.autograd.grad(out.sum(), sinks)
+            assert not gradient.any() and operators._plan.cache_info()[:2] != planned
+        forget()

@@ -153,14 +153,16 @@ def _dense(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def prepare_keep(launch: HopperLaunch, library: Library) -> Callable[..., PassOperators] | None:
     """See ``Launch.keep``. None where a pass needs a copy first, as decode kernels do of 16-bit
-    sinks, or another backend, where the sequences have a used length, of varlen calls with
-    split_tokens, which have a page table, and of deterministic calls with a mask, whose turns
-    follow the values of the lists."""
+    sinks, or another backend, where no kernel runs or the sequences have a used length, of varlen
+    calls with split_tokens, which have a page table, and of deterministic calls with a mask, whose
+    turns follow the values of the lists."""
     problem, config = launch.problem, launch.config
     aligned = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     shortened = problem.q.has_seqused or problem.k.has_seqused
     paged = problem.varlen and problem.split_tokens
     if not aligned or problem.copied or config.copied or shortened or paged:
+        return None
+    if _has_no_scores(problem):
         return None
     if problem.dtype in EIGHT_BIT:
         return _keep_scaled(launch, library)
@@ -250,8 +252,7 @@ def prepare_backward(
     handle = backward_launch(problem, launch.device, gradient_config, library).handle
     whole_rows = problem.head_dim % OUT_ALIGNMENT == problem.head_dim_v % OUT_ALIGNMENT == 0
     columns = (problem.head_dim, problem.head_dim, problem.head_dim_v)
-    sizes = problem.batch, problem.seqlen_q, problem.total_q, problem.seqlen_k, problem.total_k
-    no_scores = 0 in sizes  # no kernel runs
+    no_scores = _has_no_scores(problem)
 
     def run(dout, dlse, out, lse, tensors, *with_dbias):
         if sparse:
@@ -283,6 +284,12 @@ def _lists_of_keys(problem: Problem, tensors: Tensors) -> tuple[Tensor | None, .
     run."""
     lists = _dense(tensors_of_mask(tensors)[3:])
     return *lists, turns_of(BlockLists(*lists)) if problem.deterministic else None
+
+
+def _has_no_scores(problem: Problem) -> bool:
+    """Whether no kernel runs: there are no queries or no keys."""
+    sizes = problem.batch, problem.seqlen_q, problem.total_q, problem.seqlen_k, problem.total_k
+    return 0 in sizes
 
 
 def _gradient_without_scores(dsinks: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
