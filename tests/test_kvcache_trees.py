@@ -138,6 +138,21 @@ def test_invalid_calls_have_an_error(changed, text):
     assert text in str(raised.value)
 
 
+def test_a_length_that_is_not_read_leaves_one_or_two_words():
+    """A max_seqlen_q on a GPU, or as here on the meta device. A mask without words has no bits."""
+    cache = torch.zeros(2, 80, 2, 64, device="meta")
+    edges = words(3).to("meta")
+    call = {"q": cache[0, :8], "k_cache": cache, "v_cache": cache, "cu_seqlens_q": edges}
+    call |= {"max_seqlen_q": torch.zeros((), dtype=torch.int32, device="meta"), "device": "cpu"}
+    for number in (1, 2):
+        tree = words(8, number).to("meta")
+        flashattn3.explain_with_kvcache(**call, causal=True, tree_mask=tree)
+    for number, wanted in ((0, 1), (3, 2)):
+        tree = words(8, number).to("meta")
+        with pytest.raises(ValueError, match=rf"tree_mask.shape must be \(8, {wanted}\)"):
+            flashattn3.explain_with_kvcache(**call, causal=True, tree_mask=tree)
+
+
 def test_no_compiled_kernel_takes_slopes():
     cache = torch.zeros(1, 80, 2, 64, dtype=torch.float16, device="meta")
     call = {"alibi_slopes": torch.ones(2, device="meta"), "causal": True, "device": "cpu"}

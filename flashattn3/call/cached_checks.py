@@ -234,8 +234,10 @@ def _check_tree(
     if seqlen is not None and seqlen > MAX_TREE_TOKENS:
         of = "q.shape[1]" if tensors.cu_seqlens_q is None else "max_seqlen_q"
         raise unsupported(function, of, f"at most {MAX_TREE_TOKENS} with tree_mask", seqlen)
-    most = MAX_TREE_TOKENS // 32
-    words = min(most, *tree.shape[-1:]) if seqlen is None else -(-seqlen // 32)
+    if seqlen is None:
+        words = min(MAX_TREE_TOKENS // 32, max(1, *tree.shape[-1:]))
+    else:
+        words = -(-seqlen // 32)
     wanted = f"{(*lead, words)}, a bit for each new token in words of 32"
     found = tuple(tree.shape)
     expect(found == (*lead, words), function, "tree_mask.shape", wanted, found)
