@@ -383,7 +383,7 @@ def test_a_cache_beyond_the_last_with_a_node_has_none(monkeypatch):
     operators = PassOperators(object(), *(None,) * 4)
     cache = LaunchCache(None)
     cache.keep(lambda number: operators)
-    assert cache.operators is operators and cache.node is None
+    assert cache.operators is operators and cache.nodes == (None, None)
 
 
 LIBRARY = find_library()
