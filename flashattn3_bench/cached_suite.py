@@ -28,7 +28,8 @@ from .read_kernel import prepare_read
 from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
 from .timing import Timing, interleave, make_clock
 
-READ, DENSE, APART, SPANS, TREE = "read", "dense", "apart", "split_tokens=1024", "tree_mask"
+READ, DENSE, APART, SPANS = "read", "dense", "apart", "split_tokens=1024"
+TREE, TRITON = "tree_mask", "triton"
 
 
 @dataclass
@@ -125,6 +126,7 @@ def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[s
         calls[DENSE] = partial(cached, *inputs.dense)
     elif cell.suite == "tree":
         calls[TREE] = partial(calls[OURS], tree_mask=_chain(cell, q.device))
+        calls[TRITON] = partial(calls[TREE], backend=TRITON)
     plain = cell.window < 0 and not cell.sinks and cell.seqlen_q == 1
     if cell.suite in ("decode", "latency", "kv8") and plain:
         for name in settings.baselines:
