@@ -71,9 +71,11 @@ inline void check_dense(const char* name, const std::optional<Tensor>& tensor, i
   const int64_t last = tree.dim() > 0 ? tree.size(tree.dim() - 1) : 0;
   const int64_t words = call.varlen() ? std::min(last, kMostTreeWords) : (seqlen + 31) / 32;
   if (words > kMostTreeWords) fail(kName, "tree_mask has the bits of at most 64 queries");
-  expect_rows(kName, "tree_mask", tree,
-              call.varlen() ? Shape{2, {total, words}} : Shape{3, {call.batch(), total, words}});
+  expect_shape(kName, "tree_mask", tree,
+               call.varlen() ? Shape{2, {total, words}} : Shape{3, {call.batch(), total, words}});
   expect_dtype("tree_mask.dtype", tree, aoti_torch_dtype_int32(), "int32");
+  const int64_t stride = tree.stride(tree.dim() - 1);
+  expect(words <= 1 || stride == 1, kName, "tree_mask.stride(-1)", 1, stride);
 }
 
 // A descale is one number for all heads, one for each head, or of keys of a cache of 8 bits.
