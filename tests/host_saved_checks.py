@@ -120,8 +120,9 @@ def check_calls_that_change_scores(host):
 
 def check_checkpoints(host):
     """Also where the launches of the forward are no longer kept in the backward."""
-    for is_bhsd in (False, True):
-        model = of_two_shapes(attention_of(is_bhsd))
+    for is_bhsd, scores in product((False, True), SCORES):
+        attention = attention_of(is_bhsd, **scores)
+        model = attention if scores else of_two_shapes(attention)  # sinks are of all heads
         for around in AROUND.values():
             for has_node in (True, False):
                 patch = pytest.MonkeyPatch() if has_node else without_node()

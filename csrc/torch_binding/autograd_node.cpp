@@ -65,8 +65,6 @@ CallOfNode call_of_node(const char* function, double dropout_p, bool has_default
   return {function, static_cast<int64_t>(dropout_p), given};
 }
 
-bool is_given(const Optional& tensor) { return tensor && tensor->defined(); }
-
 // The same, with attn_bias as one of the tensors that change scores.
 CallOfNode call_of_node(const char* function, double dropout_p, bool has_defaults,
                         GivenTensors given, const Tensor& attn_bias, std::optional<double> scale) {
@@ -173,15 +171,20 @@ GivenTensors take_sides(Arguments& arguments) {
       .q = arguments.take<Tensor>(), .k = arguments.take<Tensor>(), .v = arguments.take<Tensor>()};
 }
 
-void forward(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
-  const GivenTensors sides = take_sides(arguments);
+// Takes the arguments behind the tensors in both schemas of plain calls.
+CallOfNode take_plain_call(const char* function, const GivenTensors& sides, Arguments& arguments) {
   const auto dropout_p = arguments.take<double>();
   const auto is_causal = arguments.take<bool>();
   const auto attn_mask = arguments.take<Optional>();
   const auto scale = arguments.take<std::optional<double>>();
-  const bool has_defaults = !is_causal && !is_given(attn_mask) && !scale;
-  const auto [out, lse] = forward_of(call_of_node("forward", dropout_p, has_defaults, sides));
+  const bool has_mask = attn_mask && attn_mask->defined();  // autograd passes an undefined one
+  return call_of_node(function, dropout_p, !is_causal && !has_mask && !scale, sides);
+}
+
+void forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const GivenTensors sides = take_sides(arguments);
+  const auto [out, lse] = forward_of(take_plain_call("forward", sides, arguments));
   return_results(stack, std::tuple(out, lse));
 }
 
@@ -190,12 +193,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   const auto dout = arguments.take<Tensor>();
   const GivenTensors sides = take_sides(arguments);
   const auto out = arguments.take<Tensor>(), lse = arguments.take<Tensor>();
-  const auto dropout_p = arguments.take<double>();
-  const auto is_causal = arguments.take<bool>();
-  const auto attn_mask = arguments.take<Optional>();
-  const auto scale = arguments.take<std::optional<double>>();
-  const bool has_defaults = !is_causal && !is_given(attn_mask) && !scale;
-  const CallOfNode call = call_of_node("backward", dropout_p, has_defaults, sides);
+  const CallOfNode call = take_plain_call("backward", sides, arguments);
   const auto [dq, dk, dv, of_score] = backward_of(call, dout, out, lse, false);
   return_results(stack, std::tuple(dq, dk, dv));
 }
