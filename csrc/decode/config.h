@@ -22,7 +22,7 @@ struct Config {
 };
 
 constexpr bool has_bytes(const Config& config) { return config.num_byte_tiles > 0; }
-// Whether one kernel takes all calls of the config: it has none for plain calls and no warp kernel.
+// Whether a config has one kernel for all calls, neither one for plain calls nor a warp kernel.
 constexpr bool has_one_kernel(const Config& config) { return config.spans || config.tree; }
 
 // A short call is bound by instructions that run once, of which plain calls need two thirds.

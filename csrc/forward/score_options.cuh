@@ -54,7 +54,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
     }
   }
 
-  // As in the base, but no block of new tokens counts as full with a tree.
+  // Returns the walk of the base, in which no block of new tokens is full if there is a tree.
   __device__ __forceinline__ BlockWalk walk(BlockRange visited) const {
     BlockWalk at = Base::walk(visited);
     if constexpr (Traits::kTree) {
@@ -64,7 +64,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
     return at;
   }
 
-  // As in the base, and hides new tokens with a tree.
+  // Masks scores as the base does, and hides the new tokens that a tree does not show.
   __device__ __forceinline__ void mask(Scores& s, const Walk& at,
                                        const PipelineState<kStages>& kv) const {
     Base::mask(s, at, kv);

@@ -123,8 +123,8 @@ def _records(
     gradient_of_k: Tensor | None = None,
     gradient_of_v: Tensor | None = None,
 ) -> BlockScaled | tuple[BlockScaled, BlockScaled, BlockScaled]:
-    """What the call returns. found: data and descale of q, k and v, and k's mean. v: None where its
-    heads, behind those of q and k, have their head dim."""
+    """Return the records of the call. found: data and descale of q, k and v, and k's mean. v: None
+    where its heads, behind those of q and k, have their head dim."""
     q_data, of_q, k_data, of_k, v_data, of_v, mean = found
     _, _, block, hadamard, _, _ = scheme
     of = block, hadamard, cu_seqlens, "rows"

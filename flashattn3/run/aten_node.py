@@ -54,8 +54,8 @@ OF_SIDES = AtenNode(
         f"is_causal, {_OPTIONS}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     ),
 )
-# Of a call with one tensor that changes scores. Older ones convert no list, grad_input_mask, for
-# the stable ABI.
+# The node of a call with one tensor that changes scores. Releases before 2.10 convert no list, such
+# as grad_input_mask, for the stable ABI.
 OF_SCORE = AtenNode(
     "_scaled_dot_product_fused_attention_overrideable",
     "register_score_node",

@@ -269,7 +269,7 @@ def config_of(problem: DecodeProblem) -> DecodeConfig | None:
 
 
 def _kind(problem: DecodeProblem) -> tuple[bool, bool]:
-    """Whether a problem's kernels have spans of keys, and a tree."""
+    """Whether the kernels of a problem have spans of keys, and whether they read a tree_mask."""
     return problem.split_tokens is not None, problem.tree_words > 0
 
 

@@ -287,7 +287,7 @@ def _lists_of_keys(problem: Problem, tensors: Tensors) -> tuple[Tensor | None, .
 
 
 def _has_no_scores(problem: Problem) -> bool:
-    """Whether no kernel runs: there are no queries or no keys."""
+    """Whether a problem has no queries or no keys, so that no kernel runs."""
     sizes = problem.batch, problem.seqlen_q, problem.total_q, problem.seqlen_k, problem.total_k
     return 0 in sizes
 
