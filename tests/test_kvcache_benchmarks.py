@@ -13,7 +13,7 @@ from flashattn3_bench import cached_suite
 from flashattn3_bench.cached_cells import SUITES, CachedCell, cached_cells
 from flashattn3_bench.cached_suite import run_cached, run_cached_host
 from flashattn3_bench.providers import OURS
-from flashattn3_bench.runner import FAILED, OK, Settings
+from flashattn3_bench.runner import ABSENT, FAILED, OK, Settings
 
 CPU = Settings(torch.device("cpu"), torch.float32, ("math",), rounds=2, round_ms=0.1)
 
@@ -27,6 +27,9 @@ def test_the_cells_of_a_suite(suite):
         providers = {record["provider"] for record in records}
         assert providers > {OURS}
         for record in records:
+            if record["provider"] == cached_suite.TRITON:
+                assert record["status"] == ABSENT and "not torch.float32" in record["reason"]
+                continue
             assert record["status"] == OK, record
             assert record["median_ms"] > 0 and record["num_bytes"] == cell.num_bytes(4)
 
