@@ -15,7 +15,13 @@ from torch import Tensor
 from .call.arguments import expect_strided, integer, length
 from .call.block_scaled import BlockScaled
 from .call.fields import Options
-from .call.operands import Tensors, check_tensor_types, normalised, with_keys_in_rows
+from .call.operands import (
+    NO_SCORES,
+    Tensors,
+    check_tensor_types,
+    normalised,
+    with_keys_in_rows,
+)
 from .call.public import public
 from .errors import expect, shown, type_error, value_error
 from .explanation import Explanation, explained
@@ -35,21 +41,19 @@ def _dense(
     q_descale=None,
     k_descale=None,
     v_descale=None,
-    sinks=None,
-    alibi_slopes=None,
-    bias=None,
+    scores=None,
     mask=None,
 ):
-    is_scaled = type(q) is BlockScaled
-    has_scores = not sinks is alibi_slopes is bias is mask is None
-    if is_scaled and not has_scores and q_descale is k_descale is v_descale is None:
-        found = attend_8_bits_at_once(options, q, k, v)
-        if found is not None:
-            return found
-    lists = () if mask is None else call_tensors(options.function, mask, q, k)
-    tensors = Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
+    if scores is mask is None:
+        if type(q) is BlockScaled and q_descale is k_descale is v_descale is None:
+            found = attend_8_bits_at_once(options, q, k, v)
+            if found is not None:
+                return found
+        tensors = Tensors(q, k, v)
+    else:
+        tensors = _tensors(options, q, k, v, scores=scores, mask=mask)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
-    if is_scaled:
+    if type(q) is BlockScaled:
         return attend_scaled(tensors, options, (q, k, v), mask=mask)
     return attend(tensors, options, mask=mask)
 
@@ -66,12 +70,10 @@ def _varlen(
     q_descale=None,
     k_descale=None,
     v_descale=None,
-    sinks=None,
-    alibi_slopes=None,
-    bias=None,
+    scores=None,
 ):
-    scores = sinks, alibi_slopes, bias
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = Tensors(q, k, v, *lengths, *(scores or NO_SCORES))
     tensors, options = with_keys_in_rows(tensors, options)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
     if cu_seqlens_q is None or tensors.cu_seqlens_k is None:
@@ -81,54 +83,37 @@ def _varlen(
     return attend(tensors, options)
 
 
-def _qkv(
-    options: Options,
-    qkv,
-    num_heads_q,
-    q_descale,
-    k_descale,
-    v_descale,
-    sinks,
-    alibi_slopes,
-    bias,
-    mask,
-):
+def _qkv(options: Options, qkv, num_heads_q, q_descale, k_descale, v_descale, scores, mask):
     parts = _unpacked(options.function, qkv, num_heads_q)
-    scores = sinks, alibi_slopes, bias, mask
-    return _dense(options, *parts, q_descale, k_descale, v_descale, *scores)
+    return _dense(options, *parts, q_descale, k_descale, v_descale, scores, mask)
 
 
-def _kv(options: Options, q, kv, sinks, alibi_slopes, bias, mask):
+def _kv(options: Options, q, kv, scores, mask):
     axes = "(batch, seqlen_k, 2, num_heads_kv, head_dim)"
-    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias, "mask": mask}
-    return _dense(options, q, *_parts(options.function, "kv", kv, axes), **scores)
+    parts = _parts(options.function, "kv", kv, axes)
+    return _dense(options, q, *parts, scores=scores, mask=mask)
 
 
-def _varlen_qkv(options: Options, qkv, cu_seqlens, max_seqlen, sinks, alibi_slopes, bias):
+def _varlen_qkv(options: Options, qkv, cu_seqlens, max_seqlen, scores):
     function = options.function
     parts = _parts(function, "qkv", qkv, "(total, 3, heads, head_dim)")
     edges = _tensor(function, "cu_seqlens", cu_seqlens)
     longest = length(function, "max_seqlen_q", max_seqlen)
     options = options._replace(max_seqlen_q=longest, max_seqlen_k=longest)
-    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
-    return _varlen(options, *parts, edges, edges, **scores)
+    return _varlen(options, *parts, edges, edges, scores=scores)
 
 
-def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k, sinks, alibi_slopes, bias):
+def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k, scores):
     function = options.function
     parts = _parts(function, "kv", kv, "(total_k, 2, num_heads_kv, head_dim)")
     edges_q = _tensor(function, "cu_seqlens_q", cu_seqlens_q)
     edges_k = _tensor(function, "cu_seqlens_k", cu_seqlens_k)
-    scores = {"sinks": sinks, "alibi_slopes": alibi_slopes, "bias": bias}
-    return _varlen(options, q, *parts, edges_q, edges_k, **scores)
+    return _varlen(options, q, *parts, edges_q, edges_k, scores=scores)
 
 
-def _quantized(
-    options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, sinks, alibi_slopes, bias, mask
-):
+def _quantized(options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, scores, mask):
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
-    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
-    tensors = Tensors(q, k, v, None, None, None, None, *scores)
+    tensors = _tensors(options, q, k, v, scores=scores, mask=mask)
     return attend_quantized(options, tensors, scheme, varlen=False)
 
 
@@ -145,13 +130,11 @@ def _varlen_quantized(
     hadamard,
     qk_dtype,
     smooth_k,
-    sinks,
-    alibi_slopes,
-    bias,
+    scores,
 ):
-    scores = sinks, alibi_slopes, bias
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
+    tensors = _tensors(options, q, k, v, lengths, scores)
     return attend_quantized(options, tensors, scheme, varlen=True)
 
 
@@ -167,13 +150,11 @@ def _forward(
     q_descale,
     k_descale,
     v_descale,
-    sinks,
-    alibi_slopes,
-    bias,
+    scores,
     mask,
 ):
-    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = _tensors(options, q, k, v, lengths, scores, mask)
     return forward_pass(tensors, options, (q_descale, k_descale, v_descale))
 
 
@@ -193,13 +174,11 @@ def _backward(
     dq,
     dk,
     dv,
-    sinks,
-    alibi_slopes,
-    bias,
+    scores,
     mask,
 ):
-    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = _tensors(options, q, k, v, lengths, scores, mask)
     return backward_pass(tensors, options, dout, out, lse, dlse, (dq, dk, dv))
 
 
@@ -218,23 +197,27 @@ def _explained(
     k_descale,
     v_descale,
     device,
-    sinks,
-    alibi_slopes,
-    bias,
+    scores,
     mask,
 ):
     function, varlen = options.function, cu_seqlens_q is not None
-    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    options = options._replace(**{name: length(function, name, x) for name, x in lengths.items()})
-    scores = sinks, alibi_slopes, bias, *call_tensors(options.function, mask, q, k)
-    tensors = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *scores)
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    options = options._replace(**{name: length(function, name, x) for name, x in longest.items()})
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    tensors = _tensors(options, q, k, v, lengths, scores, mask)
     if varlen:
         tensors, options = with_keys_in_rows(tensors, options)
     else:
-        for name, value in {"cu_seqlens_k": cu_seqlens_k, **lengths}.items():
+        for name, value in {"cu_seqlens_k": cu_seqlens_k, **longest}.items():
             expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
     tensors = normalised(function, tensors, (q_descale, k_descale, v_descale))
     return explained(options, tensors, varlen, device)
+
+
+def _tensors(options: Options, q, k, v, lengths=(None,) * 4, scores=None, mask=None) -> Tensors:
+    """lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k."""
+    of_mask = call_tensors(options.function, mask, q, k)
+    return Tensors(q, k, v, *lengths, *(scores or NO_SCORES), *of_mask)
 
 
 def _unpacked(function: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .call.arguments import boolean
 from .call.fields import CALL, Options
-from .call.operands import Tensors
+from .call.operands import NO_SCORES, Tensors
 from .errors import UnsupportedError, complaint, expect, shown, type_error
 from .masks.arguments_of_calls import call_tensors
 from .masks.conversions import captured_tensors, from_block_mask
@@ -34,19 +34,16 @@ def attend_masked_bhsd(
     v,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
-    sinks=None,
-    alibi_slopes=None,
-    bias=None,
+    scores=None,
     mask=None,
 ) -> Tensor | tuple[Tensor, ...]:
     """``attend_bhsd`` with a mask, which stands beside no cu_seqlens."""
-    scores = sinks, alibi_slopes, bias
     if mask is None:
-        return attend_bhsd(options, q, k, v, cu_seqlens_q, cu_seqlens_k, *scores)
+        return attend_bhsd(options, q, k, v, cu_seqlens_q, cu_seqlens_k, scores)
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     expect(not varlen, options.function, "mask", "None with cu_seqlens", shown(mask))
     lists = call_tensors(options.function, mask, q, k, axis=2)
-    tensors = Tensors(q, k, v, None, None, None, None, *scores, *lists)
+    tensors = Tensors(q, k, v, None, None, None, None, *(scores or NO_SCORES), *lists)
     return attend(tensors, options, bhsd=True, mask=mask)
 
 

@@ -21,10 +21,11 @@ from .arguments import expect_strided
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
-from .tensor_fields import EDGES, FOUND, ROWS, SCORE_TENSORS, TENSORS, schema
+from .tensor_fields import CHANGES, EDGES, FOUND, ROWS, SCORE_TENSORS, TENSORS, schema
 from .value_checks import check_same_values, is_checked
 
 SIDES = tuple(field.name for field in TENSORS if field.kind is ROWS)
+NO_SCORES = (None,) * len(CHANGES)
 
 
 class Scaled(NamedTuple):
@@ -95,8 +96,13 @@ learned_of = itemgetter(*LEARNED)
 # Functions, because torch 2.9 traces no property of a NamedTuple.
 def changes_scores(tensors: Tensors) -> bool:
     """Whether one of the tensors that change scores is given."""
-    slopes, entries = tensors.alibi_slopes, tensors.mask_entries_q
-    return not (tensors.sinks is slopes is tensors.bias is entries is None)
+    sinks, slopes, bias = scores_of(tensors)
+    return not (sinks is slopes is bias is tensors.mask_entries_q is None)
+
+
+def scores_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
+    """Those of CHANGES; torch 2.8 traces no slice of a NamedTuple."""
+    return tensors.sinks, tensors.alibi_slopes, tensors.bias
 
 
 def tensors_of_mask(tensors: Tensors) -> tuple[Tensor | None, ...]:
@@ -137,7 +143,7 @@ def flat(tensors: Tensors, scores: bool | None = None) -> tuple:
     q, k, v = tensors.q, tensors.k, tensors.v
     rest = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.seqused_q, tensors.seqused_k
     if changes_scores(tensors) if scores is None else scores:
-        rest = (*rest, tensors.sinks, tensors.alibi_slopes, tensors.bias, *tensors_of_mask(tensors))
+        rest = (*rest, *scores_of(tensors), *tensors_of_mask(tensors))
     if not (type(q) is Scaled or type(k) is Scaled or type(v) is Scaled):
         return (q, k, v, *rest)
     q, k, v = as_scaled(q), as_scaled(k), as_scaled(v)

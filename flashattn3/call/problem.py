@@ -31,6 +31,7 @@ from .operands import (
     data_of,
     lengths_of_k,
     lengths_of_q,
+    scores_of,
     tensors_of_mask,
 )
 from .scores import Bias, bias_of, check_scores
@@ -174,8 +175,7 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
         expect_shared_shift(options, tensors.sinks, "where k has a mean")
     check_scaled(function, sides, options, batch, varlen)
     if changes_scores(tensors):
-        scores = tensors.sinks, tensors.alibi_slopes, tensors.bias
-        check_scores(function, q, k.shape[-3], batch, *scores, varlen)
+        check_scores(function, q, k.shape[-3], batch, *scores_of(tensors), varlen)
         if tensors.mask_entries_q is not None:
             check_alone(function, options, tensors.bias, varlen)
             check_mask(function, q, k.shape[-3], batch, tensors_of_mask(tensors))

@@ -13,8 +13,10 @@ from .batch_invariance import span_of_all_calls
 from .fields import CALL, Description
 from .foreign import translated
 from .selection import named_backend
+from .tensor_fields import CHANGES
 
 F = TypeVar("F", bound=Callable)
+_SCORES = f"None if {' is '.join(CHANGES)} is None else ({', '.join(CHANGES)})"
 # Options that torch.use_deterministic_algorithms, ``use_backend`` and batch-invariant mode ask of
 # all calls, with the values of a call that asks for nothing itself.
 OF_ALL_CALLS = {"deterministic": False, "backend": None, "split_tokens": None}
@@ -72,7 +74,8 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
 
 def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
     """Decorator of a public function, which has a signature and a docstring: the call's options are
-    read by the fields of its description, its other arguments go to ``form(options, ...)``.
+    read by the fields of its description, its other arguments go to ``form(options, ...)``. A form
+    with the argument ``scores`` takes CHANGES as a tuple, or None where a call has none of them.
 
     The function is compiled from its signature, as namedtuple and dataclass do it, so that Python
     binds the arguments and no call fills a dictionary. Keywords that are not in the signature go to
@@ -82,7 +85,10 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
     def decorate(described: F) -> F:
         function, parameters = described.__name__, signature(described).parameters
         fields = description.fields
-        taken = [name for name in signature(form).parameters if name != "options"]
+        passed = {name: (name,) for name in signature(form).parameters if name != "options"}
+        if "scores" in passed:
+            passed["scores"] = CHANGES
+        taken = [name for group in passed.values() for name in group]
         names = [name for name in parameters if name in fields and name not in taken]
         names.sort(key=lambda name: name != "window_size")
         unread = parameters.keys() - {*names, *taken} | set(taken) - parameters.keys()
@@ -95,13 +101,14 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
             required = parameter.default is parameter.empty
             heads.append(name if required else f"{name}=defaults[{name!r}]")
         given = ", ".join(f"{name!r}: {name}" for name in parameters)
+        results = [_SCORES if group is CHANGES else name for name, group in passed.items()]
         source = (
             "def make(form, read, translated, defaults):\n"
             f"    def {function}({', '.join(heads)}, **foreign):\n"
             "        if foreign:\n"
             f"            given = translated({function!r}, {{{given}}}, foreign)\n"
             f"            return {function}(**given)\n"
-            f"        return form(read({', '.join(names)}), {', '.join(taken)})\n"
+            f"        return form(read({', '.join(names)}), {', '.join(results)})\n"
             f"    return {function}\n"
         )
         space = {}

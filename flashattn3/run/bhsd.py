@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..call.batch_invariance import span_of_all_calls
 from ..call.fields import CALL, OF_MODELS, Options
-from ..call.operands import Tensors
+from ..call.operands import NO_SCORES, Tensors
 from ..call.public import once_for_plain_values
 from ..call.selection import ANY, named_backend, traced_backends
 from ..call.tensor_fields import FOUND_ROWS, schema
@@ -55,9 +55,7 @@ def attend_bhsd(
     v,
     cu_seqlens_q=None,
     cu_seqlens_k=None,
-    sinks=None,
-    alibi_slopes=None,
-    bias=None,
+    scores=None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute out (batch, seqlen_q, heads, head_dim_v), lse (batch, heads, seqlen_q) and max_logit,
     of these what the call asks for.
@@ -68,17 +66,15 @@ def attend_bhsd(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         wanted = "a tensor: cu_seqlens_q and cu_seqlens_k belong together"
         raise value_error(options.function, missing, wanted, None)
-    scores = sinks, alibi_slopes, bias
-    plain = sinks is alibi_slopes is bias is None and not options.return_max_logit
-    if plain and is_compiled(q, k, v):
+    if scores is None and not options.return_max_logit and is_compiled(q, k, v):
         values = tuple([getattr(options, name) for name in OF_MODELS])
         return call_operator(q, k, v, cu_seqlens_q, cu_seqlens_k, values, options.return_lse)
     if cu_seqlens_q is None:
-        tensors = Tensors(q, k, v, None, None, None, None, *scores)
+        tensors = Tensors(q, k, v, None, None, None, None, *(scores or NO_SCORES))
         return attend(tensors, options, bhsd=True)
     options = options._replace(max_seqlen_q=q.shape[2], max_seqlen_k=k.shape[2])
     rows = _in_rows(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    result = attend(Tensors(*rows[:5], None, None, *scores), options)
+    result = attend(Tensors(*rows[:5], None, None, *(scores or NO_SCORES)), options)
     if isinstance(result, Tensor):
         return _of_batch(result, q)
     out, *others = result

@@ -31,6 +31,7 @@ from ..call.operands import (
     key_of,
     key_of_transposed,
     learned_of,
+    scores_of,
     tensors_by_name,
     tensors_of_mask,
     with_sides,
@@ -196,7 +197,7 @@ def _attend_with_node(
     long as the node of out. changes: whether a tensor beside the mask changes scores."""
     score = index = None
     if changes:
-        for place, x in enumerate((tensors.sinks, tensors.alibi_slopes, tensors.bias)):
+        for place, x in enumerate(scores_of(tensors)):
             if x is not None:
                 if score is not None:
                     return None

@@ -24,6 +24,8 @@ from ..call.operands import (
     lengths_of_k,
     lengths_of_q,
     metadata_under,
+    scores_of,
+    tensors_by_name,
     with_sides,
 )
 from ..call.problem import check, describe
@@ -82,11 +84,11 @@ def attend_quantized(
         check_tensor_types(function, tensors, varlen)
     differentiably = q.requires_grad or k.requires_grad or v.requires_grad
     if unusual or differentiably:
-        differentiably = needs_gradient((q, k, v, tensors.sinks, tensors.bias))
+        differentiably = needs_gradient((q, k, v, *scores_of(tensors)))
         scheme = _converted(function, *scheme)
         refuse_gradient_of_slopes(function, tensors.alibi_slopes)
         if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
-            refuse_gradients(function, q=q, k=k, v=v, sinks=tensors.sinks, bias=tensors.bias)
+            refuse_gradients(function, **tensors_by_name(tensors))
     if not plain and is_traced():
         checked = _checked(tensors, options, scheme)
     else:
