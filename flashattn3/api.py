@@ -27,10 +27,11 @@ from .errors import expect, shown, type_error, value_error
 from .explanation import Explanation, explained
 from .masks.arguments_of_calls import call_tensors
 from .masks.mask import Mask
-from .run.doors import attend, attend_8_bits_at_once
+from .run.doors import attend
 from .run.passes import backward_pass, forward_pass
 from .run.quantized import Scheme, attend_quantized
 from .run.quantized_gradient import attend_scaled
+from .run.scaled import attend_8_bits_at_once
 
 
 def _dense(

@@ -23,7 +23,8 @@ from flashattn3.quantization import (
     hopper_launch,
     rotary_quantization,
 )
-from flashattn3.run import doors, operators, quantized
+from flashattn3.run import operators, quantized
+from flashattn3.run.scaled import launch_cache_of_8_bits
 
 ERRORS = TypeError, ValueError, UnsupportedError
 
@@ -46,7 +47,7 @@ def quantization():
 def forget(*caches) -> None:
     for cache in caches:
         cache.cache_clear()
-    doors._launch_cache_of_8_bits.cache_clear()
+    launch_cache_of_8_bits.cache_clear()
     rotary_quantization._known.clear()
 
 
@@ -319,19 +320,19 @@ def check_calls_of_8_bits_like_an_earlier_one(host):
 
         for name, (sides, options, shares) in calls.items():
             call = partial(flash_attn_func, **sides, **options)
-            doors._launch_cache_of_8_bits.cache_clear()
+            launch_cache_of_8_bits.cache_clear()
             wanted, is_planned = planned(call)
             assert is_planned and wanted[3] is None, (name, wanted)
             again, is_planned = planned(call)
             gradient = name == "gradient"  # whose call of 16 bits is planned
             assert again == wanted and is_planned == (shares is None or gradient), name
-            doors._launch_cache_of_8_bits.cache_clear()
+            launch_cache_of_8_bits.cache_clear()
             assert planned(first)[1] and not planned(first)[1]
             after, is_planned = planned(call)
             assert after == wanted and is_planned != (shares is True), name
         for name, sides in wrong.items():
             call = partial(flash_attn_func, **sides)
-            doors._launch_cache_of_8_bits.cache_clear()
+            launch_cache_of_8_bits.cache_clear()
             wanted, _ = planned(call)
             assert wanted[3] is not None, name
             assert planned(first)[1]

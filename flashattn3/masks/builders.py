@@ -6,7 +6,7 @@ process with FLASHATTN3_CHECK=1. Without the check, values out of bounds are cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..call.arguments import boolean, integer
 from ..errors import expect, shown, value_error
-from . import block_kinds, trees, triton_lists
+from . import trees, triton_lists
 from .arguments import (
     check_bounds,
     checked_length,
@@ -23,16 +23,9 @@ from .arguments import (
     expect_alike,
     without_copies,
 )
-from .block_lists import (
-    BLOCK_COLUMNS,
-    PARTIAL,
-    Grid,
-    assembled,
-    words_of_predicate,
-    words_of_spans,
-)
+from .block_lists import BLOCK_COLUMNS, Grid
+from .construction import of_block_predicate, of_predicate, of_source
 from .mask import Mask
-from .predicates import code_of
 
 
 def documents(
@@ -88,7 +81,7 @@ def documents(
     kind = "lengths" if ids is None else "ids"
     source = triton_lists.Source(kind, given, causal=causal, n=given.shape[-1])
     spans = partial(_spans_of_documents, lengths, ids, seqlen, causal)
-    return _of_source(Grid(batch, 1, seqlen, seqlen), source, spans, given.device, (most, most))
+    return of_source(Grid(batch, 1, seqlen, seqlen), source, spans, given.device, (most, most))
 
 
 def _spans_of_documents(
@@ -165,7 +158,7 @@ def prefix_lm(prefix_lengths: Sequence[int] | Tensor, seqlen: int, *, device=Non
     # partial for all queries before it.
     most = grid.batch * 4 * (-(-seqlen // BLOCK_COLUMNS) + 1)
     source = triton_lists.Source("prefix", prefix)
-    return _of_source(grid, source, spans, prefix.device, (most, most))
+    return of_source(grid, source, spans, prefix.device, (most, most))
 
 
 def window(
@@ -209,7 +202,7 @@ def window(
     grid = Grid(1, 1, queries, keys)
     most = tuple(12 * of.shape[2] + of.shape[3] for of in (grid, grid.transposed))
     source = triton_lists.Source("window", reach=(left, right, sinks))
-    return _of_source(grid, source, spans, device, most)
+    return of_source(grid, source, spans, device, most)
 
 
 def intervals(starts: Tensor, ends: Tensor, seqlen_k: int | None = None) -> Mask:
@@ -236,7 +229,7 @@ def intervals(starts: Tensor, ends: Tensor, seqlen_k: int | None = None) -> Mask
     grid, n = Grid(*starts.shape[:3], keys), starts.shape[3]
     starts, ends = _apart(starts.long().clamp(0, keys), ends.long().clamp(0, keys))
     source = triton_lists.Source("intervals", starts, ends, n=n)
-    return _of_source(grid, source, lambda: (starts, ends), starts.device)
+    return of_source(grid, source, lambda: (starts, ends), starts.device)
 
 
 def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,75 +242,6 @@ def _apart(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     before = torch.nn.functional.pad(reached[..., :-1], (1, 0), value=0)
     starts = torch.maximum(starts, before)
     return starts, torch.maximum(starts, ends)
-
-
-def _of_source(
-    grid: Grid,
-    source: triton_lists.Source,
-    spans: Callable[[], tuple[Tensor, Tensor]],
-    device: torch.device,
-    most_partial: tuple[int | None, int | None] = (None, None),
-) -> Mask:
-    """The mask of a source. spans: computes the same as ``block_kinds.of_spans`` takes them.
-    most_partial: bounds on the partial blocks of queries and of keys."""
-    if grid.num_scores and triton_lists.serve(device):
-        lists = triton_lists.of_source(grid, source, device, most_partial)
-        return Mask(*lists, grid.rows, grid.columns)
-    starts, ends = spans()
-    of_queries, of_keys = block_kinds.of_spans(grid, starts, ends)
-
-    def kinds(_, keys: bool):  # torch 2.11 traces no bool as an index
-        return of_keys if keys else of_queries
-
-    words = partial(words_of_spans, starts=starts, ends=ends)
-    return _of_sides(grid, kinds, words, most_partial, exact=True)
-
-
-def _of_sides(grid: Grid, kinds, words, most_partial, exact: bool = False) -> Mask:
-    """kinds, words: compute those of queries, or of keys, from the grid of that side, as
-    ``assembled`` takes them. most_partial: of either side."""
-    sides = (grid, False), (grid.transposed, True)
-    lists = [
-        assembled(of, kinds(of, of_keys), words(of, of_keys), most, exact)
-        for (of, of_keys), most in zip(sides, most_partial, strict=True)
-    ]
-    return Mask(*lists, grid.rows, grid.columns)
-
-
-# Scores of a mask for which the kernels may keep the bits of all blocks beside the lists: 256 MB.
-MOST_SCORES = 2**30
-
-
-def _of_predicate(grid: Grid, visible, like: Tensor, kinds, most_partial=(None, None)) -> Mask:
-    """kinds, most_partial: as ``_of_sides`` takes them. like: a tensor on the device."""
-    if 0 < grid.num_scores <= MOST_SCORES and triton_lists.serve(like.device):
-        code = code_of(visible, like.device)
-        if code is not None:
-            lists = triton_lists.of_code(grid, code, None, most_partial)
-            return Mask(*lists, grid.rows, grid.columns)
-    words = partial(words_of_predicate, visible=visible)
-    return _of_sides(grid, kinds, words, most_partial)
-
-
-def of_predicate(grid: Grid, visible, like: Tensor) -> Mask:
-    """The mask of ``visible(batch_idx, head, query, key)``, which is computed for every score.
-    like: a tensor on the device."""
-
-    def kinds(of: Grid, _: bool) -> Tensor:
-        return torch.full(of.shape, PARTIAL, dtype=torch.int8, device=like.device)
-
-    return _of_predicate(grid, visible, like, kinds)
-
-
-def of_block_predicate(
-    grid: Grid, visible, seen: Tensor, full: Tensor, block_q: int, block_k: int, most_partial
-) -> Mask:
-    """The same, computed where blocks of block_q x block_k are seen and not full."""
-
-    def kinds(of: Grid, transposed: bool) -> Tensor:
-        return block_kinds.of_blocks(of, seen, full, block_q, block_k, transposed)
-
-    return _of_predicate(grid, visible, seen, kinds, most_partial)
 
 
 def blocks(

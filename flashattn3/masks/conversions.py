@@ -12,7 +12,7 @@ from ..errors import expect, shown, type_error, value_error
 from . import triton_lists
 from .arguments import checked_tensor, without_copies
 from .block_lists import BlockLists, Grid
-from .builders import MOST_SCORES, of_block_predicate, of_predicate
+from .construction import MOST_SCORES, of_block_predicate, of_predicate
 from .mask import Mask
 from .predicates import code_of
 

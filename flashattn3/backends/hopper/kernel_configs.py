@@ -27,17 +27,16 @@ PLANNED_FIELDS = ("max_seqlen_k", "measured")  # config fields that are not comp
 
 def _forward_configs(
     dtypes: tuple[str, ...],
-    head_dim: int,
+    head_dim: int | tuple[int, int],
     masked: bool,
     *tile: int,
-    head_dim_v: int | None = None,
     term: str = NO_TERM,
     listed: bool = False,
     max_seqlen_k: int | None = None,
     measured: str = "",
 ) -> tuple[ForwardConfig, ...]:
-    """One forward config per dtype. head_dim_v: None: head_dim."""
-    dims = head_dim, head_dim_v or head_dim
+    """One forward config per dtype. head_dim: also that of q and k, and that of v."""
+    dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     rest = {"term": term, "listed": listed, "max_seqlen_k": max_seqlen_k, "measured": measured}
     return tuple(ForwardConfig(dtype, *dims, masked, *tile, **rest) for dtype in dtypes)
 
@@ -88,12 +87,8 @@ FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 192, False, 128, 80, 2, 2, 2, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 192, True, 128, 80, 2, 2, 2, measured=MEASURED),
-    *_forward_configs(
-        SIXTEEN_BIT, 192, False, 128, 96, 2, 2, 2, head_dim_v=128, measured=MEASURED_192
-    ),
-    *_forward_configs(
-        SIXTEEN_BIT, 192, True, 192, 64, 2, 3, 2, head_dim_v=128, measured=MEASURED_192
-    ),
+    *_forward_configs(SIXTEEN_BIT, (192, 128), False, 128, 96, 2, 2, 2, measured=MEASURED_192),
+    *_forward_configs(SIXTEEN_BIT, (192, 128), True, 192, 64, 2, 3, 2, measured=MEASURED_192),
     *_forward_configs(SIXTEEN_BIT, 256, False, 128, 64, 2, 2, 1, measured=MEASURED),
     *_forward_configs(SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, measured=MEASURED),
     *_forward_configs(
@@ -117,17 +112,7 @@ FORWARD_CONFIGS = (
         SIXTEEN_BIT, 128, True, 192, 64, 4, 3, 2, term=LARGEST, measured=MEASURED_SCORES
     ),
     *_forward_configs(
-        SIXTEEN_BIT,
-        192,
-        True,
-        192,
-        64,
-        2,
-        3,
-        2,
-        head_dim_v=128,
-        term=LARGEST,
-        measured=MEASURED_WIDE_SCORES,
+        SIXTEEN_BIT, (192, 128), True, 192, 64, 2, 3, 2, term=LARGEST, measured=MEASURED_WIDE_SCORES
     ),
     *_forward_configs(
         SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, term=LARGEST, measured=MEASURED_WIDE_SCORES
@@ -139,17 +124,7 @@ FORWARD_CONFIGS = (
         SIXTEEN_BIT, 128, True, 128, 128, 2, 2, 2, listed=True, measured=MEASURED_MASK
     ),
     *_forward_configs(
-        SIXTEEN_BIT,
-        192,
-        True,
-        128,
-        64,
-        3,
-        2,
-        2,
-        head_dim_v=128,
-        listed=True,
-        measured=MEASURED_MASK,
+        SIXTEEN_BIT, (192, 128), True, 128, 64, 3, 2, 2, listed=True, measured=MEASURED_MASK
     ),
     *_forward_configs(
         SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, listed=True, measured=MEASURED_MASK
