@@ -117,9 +117,9 @@ def flash_attn_with_kvcache(
         sm_margin: number of streaming multiprocessors to leave free: Hopper's kernels leave them,
             Triton's cut the batch into parts for the others alone. A hint.
         return_softmax_lse: FlashAttention-3's name for return_lse.
-        sinks: (num_heads_q,), float32 or out's dtype: one more logit for each row, which takes
-            weight and has no value (gpt-oss). lse includes it. Pass it to only one of the calls
-            whose results ``flash_attn_combine`` joins.
+        sinks: (num_heads_q,), float32 or q's dtype, beside q of 8 bits any of 16: one more logit
+            for each row, which takes weight and has no value (gpt-oss). lse includes it. Pass it to
+            only one of the calls whose results ``flash_attn_combine`` joins.
         alibi_slopes: as in ``flash_attn_func``, of the queries' positions; not with tree_mask or
             prefix_page_table.
         out: where the result is written, of the shape and dtype below.

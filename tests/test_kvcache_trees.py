@@ -116,7 +116,6 @@ REFUSED = [
         "q.shape[1] must be at most 64 with tree_mask, got 65",
     ),
     ({"alibi_slopes": torch.ones(3)}, "alibi_slopes.shape must be (2,) (num_heads_q,) or (2, 2)"),
-    ({"alibi_slopes": torch.ones(4)[::2]}, "alibi_slopes.stride(-1) must be 1"),
     (
         {"alibi_slopes": torch.ones(2), "tree_mask": words(2, 3, 1)},
         "alibi_slopes must be None beside tree_mask",
@@ -158,3 +157,24 @@ def test_no_compiled_kernel_takes_slopes():
     call = {"alibi_slopes": torch.ones(2, device="meta"), "causal": True, "device": "cpu"}
     explained = flashattn3.explain_with_kvcache(cache[:, :3], cache, cache, **call)
     assert explained.backend in ("triton", "reference")
+
+
+@pytest.mark.parametrize(
+    ("backend", "slopes"),
+    [
+        *(
+            (backend, axes)
+            for backend in ("reference", "triton")
+            for axes in ("heads", "batch heads")
+        ),
+        pytest.param("hopper", "", marks=needs_hopper),
+    ],
+)
+def test_strided_sinks_and_slopes_are_copied(backend, slopes, device):
+    case = CacheCase("strided", (40, 17), 2, slopes=slopes, sinks=True, options=CAUSAL)
+    inputs = make_cache_inputs(case, device, torch.float16)
+    wanted = call_cached(inputs, backend=backend)
+    for name in {"sinks", "alibi_slopes"} & inputs.arguments.keys():
+        given = inputs.arguments[name]
+        inputs.arguments[name] = torch.stack([given, torch.rand_like(given)], -1)[..., 0]
+    assert all(map(torch.equal, call_cached(inputs, backend=backend), wanted))

@@ -22,10 +22,10 @@ from .cached import (
     Lengths,
 )
 from .descales import check_out_dtype
-from .dtypes import EIGHT_BIT, FP8, FULL_PRECISION, SIXTEEN_BIT, out_dtype
+from .dtypes import EIGHT_BIT, FP8, FULL_PRECISION, SIXTEEN_BIT
 from .metadata import Metadata
 from .scheduler_metadata import metadata_size
-from .scores import check_slopes
+from .scores import check_sinks, check_slopes
 from .tensor_checks import check_device, check_int32
 
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
@@ -77,7 +77,7 @@ def check_decode(found: tuple[Found, ...], options: DecodeOptions, lengths: Leng
     check_edges(function, "cu_seqlens_k_new", tensors.cu_seqlens_k_new, batch, q.device)
     check_q_descale(function, tensors.q_descale, (batch, heads_kv), q.device)
     check_descales(function, tensors, batch, "q")
-    _check_sinks(function, tensors.sinks, q)
+    check_sinks(function, q, tensors.sinks)
     _check_slopes(function, tensors, batch)
     _check_metadata(function, tensors.scheduler_metadata, batch, q.device)
     given = lengths.max_seqlen_q
@@ -196,26 +196,12 @@ def _check_indices(function: str, tensors, batch: int, names: tuple[str, ...]) -
         expect(index.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(index.stride)[-1])
 
 
-def _check_sinks(function: str, sinks: Found, q: Metadata) -> None:
-    if sinks is None:
-        return
-    wanted, found = (q.shape[-2],), tuple(sinks.shape)
-    expect(found == wanted, function, "sinks.shape", f"{wanted} (num_heads_q)", found)
-    legal = (torch.float32, out_dtype(q.dtype, None))
-    expect(sinks.dtype in legal, function, "sinks.dtype", f"one of {legal}", sinks.dtype)
-    check_device(function, "sinks", sinks, q.device, "q")
-    stride = tuple(sinks.stride)
-    expect(sinks.rows_are_dense, function, "sinks.stride(-1)", 1, stride[-1])
-
-
 def _check_slopes(function: str, tensors: DecodeTensors, batch: int) -> None:
     slopes = tensors.alibi_slopes
     check_slopes(function, tensors.q, batch, slopes)
     if slopes is not None:
         wanted = "None beside tree_mask, whose new tokens have no distance in a line"
         expect(tensors.tree_mask is None, function, "alibi_slopes", wanted, "a tensor")
-        dense = slopes.rows_are_dense
-        expect(dense, function, "alibi_slopes.stride(-1)", 1, tuple(slopes.stride)[-1])
 
 
 def _check_tree(

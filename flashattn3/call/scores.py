@@ -47,10 +47,7 @@ def check_scores(
 ) -> None:
     """Raise for a tensor whose shape, dtype or device does not fit."""
     heads = q.shape[-2]
-    if sinks is not None:
-        _expect_shape(function, "sinks", sinks, (heads,), "(num_heads_q,)")
-        _expect_dtype(function, "sinks", sinks, (torch.float32, *_dtypes_beside(q.dtype)))
-        check_device(function, "sinks", sinks, q.device, "q")
+    check_sinks(function, q, sinks)
     check_slopes(function, q, batch, slopes)
     if bias is not None:
         expect(
@@ -65,6 +62,16 @@ def check_scores(
         expect(fits, function, "bias.shape", wanted, tuple(bias.shape))
         _expect_dtype(function, "bias", bias, _dtypes_beside(q.dtype))
         check_device(function, "bias", bias, q.device, "q")
+
+
+def check_sinks(function: str, q: Metadata, sinks: Metadata | None) -> None:
+    """Raise for sinks that do not fit q."""
+    if sinks is None:
+        return
+    wanted, found = (q.shape[-2],), tuple(sinks.shape)
+    expect(found == wanted, function, "sinks.shape", f"{wanted} (num_heads_q)", found)
+    _expect_dtype(function, "sinks", sinks, (torch.float32, *_dtypes_beside(q.dtype)))
+    check_device(function, "sinks", sinks, q.device, "q")
 
 
 def check_slopes(function: str, q: Metadata, batch: int, slopes: Metadata | None) -> None:
@@ -82,11 +89,6 @@ def check_slopes(function: str, q: Metadata, batch: int, slopes: Metadata | None
 def _dtypes_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """The dtypes of a bias beside q of this dtype."""
     return (*SIXTEEN_BIT, torch.float32) if dtype in EIGHT_BIT else (dtype,)
-
-
-def _expect_shape(function: str, name: str, x: Metadata, wanted: tuple, axes: str) -> None:
-    found = tuple(x.shape)
-    expect(found == wanted, function, f"{name}.shape", f"{wanted} {axes}", found)
 
 
 def _expect_dtype(function: str, name: str, x: Metadata, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -49,14 +49,17 @@ class CheckedCall(NamedTuple):
     """A cached call whose metadata was checked: its plan, and shapes and dtype of its results.
 
     lse_shape: None where lse is neither asked for nor needed by the launch.
-    copies_q: whether the last stride of q is not 1.
+    copied: which tensors are copied first, those of COPIED whose last stride is not 1.
     """
 
     plan: Plan
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...] | None
     lse_dtype: torch.dtype
-    copies_q: bool
+    copied: tuple[str, ...]
+
+
+COPIED = "q", "sinks", "alibi_slopes"
 
 
 # The length as an int changes in every step: these caches know only whether there is one.
@@ -66,15 +69,26 @@ def _checked_decode(key: tuple, options: DecodeOptions, lengths: Lengths) -> Che
     check_decode(found, options, lengths)
     problem = problems.describe_decode(found, options, lengths.max_seqlen_q)
     plan = plan_of(problem)
-    q, _, v_cache = found[:3]
-    _, _, seqlen_q = query_sizes(DecodeTensors(*found), lengths.max_seqlen_q)
+    tensors = DecodeTensors(*found)
+    q, _, v_cache = tensors[:3]
+    _, _, seqlen_q = query_sizes(tensors, lengths.max_seqlen_q)
     if plan.launch.keep is not None and not is_checked(q.device):
         options_hash = options_hash_of(problem, options)
         cached_launch_cache(options).keep(plan.launch.keep, seqlen_q, options_hash)
     of_out, of_lse = result_shapes(q, v_cache)
     wanted = options.return_lse or plan.launch.needs_lse
     of_lse = of_lse if wanted else None
-    return CheckedCall(plan, of_out, of_lse, lse_dtype(q.dtype), not q.rows_are_dense)
+    copied = _not_dense(tensors, COPIED)
+    return CheckedCall(plan, of_out, of_lse, lse_dtype(q.dtype), copied)
+
+
+def _not_dense(tensors: DecodeTensors | AppendTensors, names: tuple[str, ...]) -> tuple[str, ...]:
+    given = ((name, getattr(tensors, name)) for name in names)
+    return tuple(name for name, x in given if x is not None and not x.rows_are_dense)
+
+
+def _with_copies(tensors: DecodeTensors | AppendTensors, copied: tuple[str, ...]):
+    return tensors._replace(**{name: getattr(tensors, name).contiguous() for name in copied})
 
 
 class CheckedAppend(NamedTuple):
@@ -90,10 +104,7 @@ def _checked_append(key: tuple, options: AppendOptions, lengths: Lengths) -> Che
     found = metadata_under(key)
     check_append(found, options, lengths)
     tensors = AppendTensors(*found)
-    given = {name: x for name, x in tensors._asdict().items() if x is not None}
-    copied = tuple(
-        name for name in ("k", "v", "q") if name in given and not given[name].rows_are_dense
-    )
+    copied = _not_dense(tensors, ("k", "v", "q"))
     cos, sin = tensors.rotary_cos, tensors.rotary_sin
     if cos is not None and cos.stride != sin.stride:
         copied += ("rotary_cos", "rotary_sin")
@@ -191,8 +202,8 @@ def run_checked(
     """Run a call without the dispatcher and return out, new if None. checked: of ``checked_call``,
     which says whether lse may be None."""
     options_hash = _check_values(checked, tensors, lengths, options)
-    if checked.copies_q:
-        tensors = tensors._replace(q=tensors.q.contiguous())
+    if checked.copied:
+        tensors = _with_copies(tensors, checked.copied)
     decode = checked.plan.launch.decode
     if profiler._is_profiler_enabled:
         decode = recorded(checked.plan, decode)
@@ -211,8 +222,7 @@ def append_of(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) 
     if is_checked(tensors.k.device):
         check_append_values(tensors, options.function, lengths)
     if copied:
-        dense = {name: getattr(tensors, name).contiguous() for name in copied}
-        tensors = tensors._replace(**dense)
+        tensors = _with_copies(tensors, copied)
     append = plan.launch.append
     if profiler._is_profiler_enabled:
         append = recorded(plan, append, "" if options.function == "append_kvcache" else " append")

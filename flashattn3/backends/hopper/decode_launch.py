@@ -355,5 +355,5 @@ def _converted(
         name: getattr(tensors, name).clone(memory_format=torch.contiguous_format) for name in copied
     }
     if "sinks" in problem.given:
-        changed["sinks"] = tensors.sinks.float().contiguous()
+        changed["sinks"] = tensors.sinks.float()
     return tensors._replace(**changed)
