@@ -52,7 +52,8 @@ def _dense(
                 return found
         tensors = Tensors(q, k, v)
     else:
-        tensors = _tensors(options, q, k, v, scores=scores, mask=mask)
+        lists = () if mask is None else call_tensors(options.function, mask, q, k)
+        tensors = Tensors(q, k, v, None, None, None, None, *(scores or NO_SCORES), *lists)
     tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
     if type(q) is BlockScaled:
         return attend_scaled(tensors, options, (q, k, v), mask=mask)

@@ -96,8 +96,8 @@ learned_of = itemgetter(*LEARNED)
 # Functions, because torch 2.9 traces no property of a NamedTuple.
 def changes_scores(tensors: Tensors) -> bool:
     """Whether one of the tensors that change scores is given."""
-    sinks, slopes, bias = scores_of(tensors)
-    return not (sinks is slopes is bias is tensors.mask_entries_q is None)
+    slopes, entries = tensors.alibi_slopes, tensors.mask_entries_q
+    return not (tensors.sinks is slopes is tensors.bias is entries is None)
 
 
 def scores_of(tensors: Tensors) -> tuple[Tensor | None, ...]:

@@ -30,7 +30,6 @@ from ..call.operands import (
     key_of,
     key_of_transposed,
     learned_of,
-    scores_of,
     tensors_by_name,
     tensors_of_mask,
     with_sides,
@@ -195,7 +194,7 @@ def _attend_with_node(
     long as the node of out. changes: whether a tensor beside the mask changes scores."""
     score = index = None
     if changes:
-        for place, x in enumerate(scores_of(tensors)):
+        for place, x in enumerate((tensors.sinks, tensors.alibi_slopes, tensors.bias)):
             if x is not None:
                 if score is not None:
                     return None

@@ -34,7 +34,6 @@ from ..call.operands import (
     lengths_of_k,
     lengths_of_q,
     metadata_under,
-    scores_of,
     tensors_of_mask,
 )
 from ..call.problem import check, describe, in_rows
@@ -174,7 +173,7 @@ def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def is_score_watched(tensors: Tensors, is_mask_known: bool = False) -> bool:
     """Whether what changes scores has a tensor of a subclass, other than a parameter, or without
     data. is_mask_known: the tensors of the mask are known to be others."""
-    given = scores_of(tensors)
+    given = tensors.sinks, tensors.alibi_slopes, tensors.bias
     if is_mask_known:
         if given[0] is given[1] is given[2] is None:
             return False
