@@ -17,6 +17,7 @@ from flashattn3.call.dtypes import FP8, INT8, SIXTEEN_BIT
 from flashattn3.call.eight_bits import LARGEST, rounded, with_descale
 
 from .cached_cells import CachedCell
+from .inputs import normal_numbers
 from .providers import OURS
 from .runner import Settings
 
@@ -56,10 +57,9 @@ def append_calls(
     """Providers, and a check of (anything, a provider) that raises AssertionError: what the append
     stored is what the same quantization in torch stores, but for a code in ten thousand that rounds
     to its neighbour."""
-    generator = torch.Generator(settings.device).manual_seed(0)
-    of = {"generator": generator, "device": settings.device}
+    normal = normal_numbers(settings.device)
     batch, (heads, dim) = len(cell.lengths), (cell.heads_kv, cell.head_dim)
-    k, v = (query(torch.randn(batch, cell.seqlen_q, heads, dim, **of)) for _ in range(2))
+    k, v = (query(normal(batch, cell.seqlen_q, heads, dim)) for _ in range(2))
     dtype = settings.dtype if settings.dtype in SIXTEEN_BIT else torch.float16
     k, v = k.to(dtype), v.to(dtype)
     capacity = max(cell.lengths)

@@ -17,15 +17,17 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 import flashattn3
+from flashattn3.call.operands import Tensors
 
 from . import cached_eight_bits as eight_bits
 from .cached_cells import CachedCell
-from .checking import FORWARD_FACTOR, check
+from .checking import FORWARD_FACTOR, attention, check
 from .cuda_graph import captured
-from .host_suite import timed, times_of
-from .providers import BASELINES, OURS, SDPA_BACKENDS
+from .host_suite import timed
+from .inputs import normal_numbers
+from .providers import OURS, SDPA_BACKENDS
 from .read_kernel import prepare_read
-from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
+from .runner import OK, Record, Settings, refusal, times_of
 from .timing import Timing, interleave, make_clock
 
 READ, DENSE, APART, SPANS = "read", "dense", "apart", "split_tokens=1024"
@@ -53,12 +55,7 @@ class CachedInputs:
 
 def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
     device, lengths = settings.device, cell.lengths
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        of = {"generator": generator, "device": device, "dtype": settings.dtype}
-        return torch.randn(*shape, **of)
-
+    normal = normal_numbers(device, settings.dtype)
     batch, heads_kv, dim = len(lengths), cell.heads_kv, cell.head_dim
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     lead = (sum(cell.queries),) if cell.ragged else (batch, cell.seqlen_q)
@@ -71,6 +68,7 @@ def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
         return CachedInputs(q, k, v, tuple(caches), None, seqlens, sinks, stored)
     size = cell.page_size
     needed = [-(-n // size) for n in lengths]
+    generator = normal.keywords["generator"]
     order = torch.randperm(sum(needed), device=device, generator=generator).int()
     caches = [normal(sum(needed), size, heads_kv, dim) for _ in range(2)]
     q, stored = _in_8_bits(cell, q, caches)
@@ -183,16 +181,14 @@ def _offered(
 def run_cached(cell: CachedCell, settings: Settings) -> list[Record]:
     """A record for each provider, with the bytes of the visible keys and what they take."""
     calls: dict[str, Call] = {}
-    refused: dict[str, tuple[str, str]] = {}
+    refused: dict[str, Record] = {}
     offered, check_of = _offered(cell, settings)
     for name, call in offered.items():
         try:
             check_of(call(), name)
             calls[name] = captured(lambda call=call: call, settings.device)
-        except AssertionError as error:
-            refused[name] = (FAILED, str(error))
         except Exception as error:  # whatever it is, the other providers and cells go on
-            refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
+            refused[name] = refusal(name, error)
     num_bytes = cell.num_bytes(settings.dtype.itemsize)
     if cell.suite != "chunk" and not cell.appends:
         read = prepare_read(num_bytes, settings.device)
@@ -218,22 +214,11 @@ def _rows(cell: CachedCell, x: Tensor, index: int) -> Tensor:
 
 def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype, index: int) -> Tensor:
     """out of a sequence and the last KV head, (queries, group, head_dim), computed in ``dtype``."""
-    length, group, queries = cell.lengths[index], cell.group, cell.queries[index]
-    q, k, v = _rows(cell, inputs.q, index), inputs.k[index][:, -1], inputs.v[index][:, -1]
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    rows = torch.arange(queries, device=q.device) + length - queries
-    distance = torch.arange(length, device=q.device) - rows.unsqueeze(1)
-    hidden = (distance > 0) | ((distance < -cell.window) & (cell.window >= 0))
-    wide = torch.promote_types(dtype, torch.float32)
-    out = []
-    for head in range(group):
-        scores = ((q[:, head] * cell.head_dim**-0.5) @ k.T).to(wide)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if inputs.sinks is not None:
-            sink = inputs.sinks[head - group].to(wide).expand(len(scores), 1)
-            scores = torch.cat([scores, sink], 1)
-        out.append(scores.softmax(1)[:, :length].to(dtype) @ v)
-    return torch.stack(out, 1)
+    q, k, v = _rows(cell, inputs.q, index), inputs.k[index][:, -1:], inputs.v[index][:, -1:]
+    sinks = None if inputs.sinks is None else inputs.sinks[-cell.group :]
+    options = {"softmax_scale": cell.head_dim**-0.5, "window_left": cell.window}
+    tensors = Tensors(*(x.unsqueeze(0) for x in (q, k, v)), sinks=sinks)
+    return attention(tensors, **options, window_right=0, dtype=dtype)[0].squeeze(0)
 
 
 def _record(
@@ -241,7 +226,7 @@ def _record(
     name: str,
     settings: Settings,
     timings: dict[str, Timing],
-    refused: dict[str, tuple[str, str]],
+    refused: dict[str, Record],
 ) -> Record:
     record = {
         "record": "latency",
@@ -261,8 +246,7 @@ def _record(
         "provider": name,
     }
     if name in refused:
-        status, reason = refused[name]
-        return {**record, "status": status, "reason": reason}
+        return record | refused[name]
     median_ms = timings[name].median_ms
     return {
         **record,

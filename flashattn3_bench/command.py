@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -14,52 +16,39 @@ from flashattn3.backends.registry import BACKENDS
 from flashattn3.call.selection import use_backend
 from flashattn3.command_line import DTYPES, choose_device, integer
 
-from .accuracy_suite import SUITE as ACCURACY
-from .accuracy_suite import accuracy_cases, findings, run_accuracy
-from .cached_cells import SUITES as CACHED
-from .cached_cells import cached_cells
-from .cached_suite import HOST_WORK, run_cached, run_cached_host
-from .distributions_suite import SUITE as DISTRIBUTIONS
-from .distributions_suite import distribution_cases, run_distribution
-from .environment import header
-from .few_queries_suite import OWN as OF_FEW_QUERIES
-from .few_queries_suite import SUITE as FEW_QUERIES
-from .few_queries_suite import run_few_queries
-from .figure import draw
-from .host_suite import (
-    ROTARY_WORK,
-    SINKS_WORK,
-    WORK,
-    run_host,
-    run_rotary_host,
-    run_sinks_host,
+from . import (
+    accuracy_suite,
+    cached_cells,
+    cached_suite,
+    distributions_suite,
+    few_queries_suite,
+    host_suite,
+    ladder_figure,
+    ladder_suite,
+    mask_build_suite,
+    masks_suite,
+    memory_suite,
+    models_suite,
+    output,
+    quantize_suite,
+    robot_suite,
+    rotary_suite,
+    scores_suite,
 )
-from .ladder_figure import draw_ladder
-from .ladder_suite import RUNGS, SPARSE, run_rung, run_sparse, sparse_work
-from .ladder_suite import SUITE as LADDER
-from .mask_build_suite import SUITE as MASKS_BUILD
-from .mask_build_suite import build_work, run_build
-from .masks_suite import SUITE as MASKS
-from .masks_suite import mask_cells, run_masks
-from .memory_suite import QUICK_SEQLENS, SEQLENS, run_length
-from .models_suite import CASES as MODELS
-from .models_suite import QUICK_CASES as QUICK_MODELS
-from .models_suite import WORKS, run_model
-from .output import folder, make_folder, require_extras
+from .environment import header
+from .figure import draw
 from .providers import CAPTURED, DETERMINISTIC, EIGHT_BIT, MHA, OURS, SELECTABLE
-from .quantize_suite import SUITE as QUANTIZE
-from .quantize_suite import quantize_work, run_quantize
 from .report import Results, summary
-from .robot_suite import SUITE as ROBOT
-from .robot_suite import TIMES, run_robot
-from .rotary_suite import SUITE as ROTARY
-from .rotary_suite import run_rotary
 from .runner import Record, Settings, run_cell
-from .scores_suite import SUITE as SCORES
-from .scores_suite import run_scores
 from .suites import CASES, DIRECTIONS, cells
 from .varlen_suite import run_varlen
 
+ACCURACY, DISTRIBUTIONS = accuracy_suite.SUITE, distributions_suite.SUITE
+ROBOT, FEW_QUERIES = robot_suite.SUITE, few_queries_suite.SUITE
+LADDER, SPARSE = ladder_suite.SUITE, ladder_suite.SPARSE
+MASKS, MASKS_BUILD = masks_suite.SUITE, mask_build_suite.SUITE
+SCORES, ROTARY, QUANTIZE = scores_suite.SUITE, rotary_suite.SUITE, quantize_suite.SUITE
+CACHED = cached_cells.SUITES
 SUITES = (*CASES, SPARSE, MASKS, MASKS_BUILD, ACCURACY, DISTRIBUTIONS, QUANTIZE, *CACHED)
 SUITES += ("varlen", "memory", "host", "models")
 ALL = SUITES[:-1]  # the last needs transformers
@@ -69,7 +58,7 @@ ONLY = {"deterministic": ("bwd",), **dict.fromkeys(("fp8", ROBOT, FEW_QUERIES), 
 OWN = {
     "fp8": (*EIGHT_BIT, OURS),
     "gqa": (OURS, MHA),
-    FEW_QUERIES: OF_FEW_QUERIES,
+    FEW_QUERIES: few_queries_suite.OWN,
     "deterministic": (DETERMINISTIC, OURS),
     "captured": (CAPTURED, OURS),
 }
@@ -97,7 +86,7 @@ INAPPLICABLE = {
     **dict.fromkeys(CACHED, ("direction", "head_dim", "seqlen")),
     "models": ("direction", "head_dim", "seqlen"),
 }
-FIGURES = dict.fromkeys((LADDER, SPARSE), draw_ladder)
+FIGURES = dict.fromkeys((LADDER, SPARSE), ladder_figure.draw_ladder)
 ROUND_MS = 15.0
 ENDINGS = ("jsonl", "png")  # of the files of a suite
 
@@ -139,12 +128,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; default: a GPU if there is one")
     parser.add_argument(
         "--output",
-        type=folder,
+        type=output.folder,
         default=Path("out/bench"),
         metavar="PATH",
         help="folder of the results; default: out/bench",
     )
-    parser.add_argument("--work", choices=WORKS, help="models: only this; default: all")
+    parser.add_argument(
+        "--work", choices=models_suite.WORKS, help="models: only this; default: all"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it works")
     parser.set_defaults(run=run, parser=parser)
 
@@ -166,14 +157,16 @@ def _baselines(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     error = args.parser.error
-    require_extras(error)
+    output.require_extras(error)
     device = choose_device(args.device, error)
     suites = _suites(args, device)
     work = {suite: _work(suite, args, _settings(suite, args, device)) for suite in suites}
     for suite, steps in work.items():
         if not steps:
             error(f"--suite {suite}: no case has the asked head dims and lengths")
-    make_folder(args.output, (f"{suite}.{end}" for suite in suites for end in ENDINGS), error)
+    output.make_folder(
+        args.output, (f"{suite}.{end}" for suite in suites for end in ENDINGS), error
+    )
     about = header(device)
     with use_backend(args.backend) if args.backend else nullcontext():
         passed = [_run_suite(suite, steps, args.output, about) for suite, steps in work.items()]
@@ -207,7 +200,7 @@ def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Set
     if suite in ("deterministic", "captured", SCORES, MASKS, MASKS_BUILD, ROTARY):
         baselines = ()
     elif suite == LADDER:
-        baselines = RUNGS
+        baselines = ladder_suite.RUNGS
     elif suite not in ("fp8", "gqa", FEW_QUERIES):
         baselines += ("naive",)
     dtype = "bfloat16" if on_gpu else OF_16_BIT.get(suite, "float32")
@@ -221,79 +214,75 @@ def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Set
     )
 
 
-def _run_suite(suite: str, work: list, output: Path, about: Record) -> bool:
+def _run_suite(suite: str, work: list, target: Path, about: Record) -> bool:
     from tqdm import tqdm
 
-    results = Results(output / f"{suite}.jsonl", about)
+    results = Results(target / f"{suite}.jsonl", about)
     for step in tqdm(work, desc=suite, unit="cell"):
         results.add(list(step()))
-    figure = output / f"{suite}.png"
+    figure = target / f"{suite}.png"
     FIGURES.get(suite, draw)(results.records, about, figure)
     print(summary(results.records))
     if suite == ACCURACY:
-        print("\n" + "\n".join(findings(results.records)))
+        print("\n" + "\n".join(accuracy_suite.findings(results.records)))
     for record in results.failures:
         where = " ".join(str(record[key]) for key in ("direction", "case", "provider"))
         print(f"\n{record['status']} {where}: {record['reason']}")
-    print(f"\nwritten: {output / suite}.jsonl and {figure}\n")
+    print(f"\nwritten: {target / suite}.jsonl and {figure}\n")
     return results.passed
 
 
 def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     """The steps of a suite; each is a function that gives the records of one cell."""
-    if suite == "host":
-        steps = [lambda work=work: run_host(work, settings) for work in WORK]
-        if settings.device.type == "cuda":  # 8 bits of the CPU's few tokens are not compared
-            steps += [lambda work=work: run_sinks_host(work, settings) for work in SINKS_WORK]
-            steps += [lambda work=work: run_rotary_host(work, settings) for work in ROTARY_WORK]
-        return steps + [lambda work=work: run_cached_host(work, settings) for work in HOST_WORK]
-    if suite in CACHED:
-        chosen = cached_cells(suite, args.quick)
-        return [lambda cell=cell: run_cached(cell, settings) for cell in chosen]
-    if suite == "models":
-        models = [
-            case
-            for case in (QUICK_MODELS if args.quick else MODELS)
-            if args.work in (None, case.work)
-        ]
-        return [lambda case=case: run_model(case, settings) for case in models]
-    if suite == "memory":
-        lengths = QUICK_SEQLENS if args.quick else SEQLENS
-        given_up: set[str] = set()
-        chosen = [n for n in lengths if args.seqlen is None or n in args.seqlen]
-        return [lambda n=n: run_length(n, settings, given_up) for n in chosen]
+    quick, head_dims, seqlens = args.quick, args.head_dim, args.seqlen
     directions = (args.direction,) if args.direction in DIRECTIONS else DIRECTIONS
     directions = ONLY.get(suite, directions)
+
+    def steps(run: Callable[..., object], work: Iterable[object], *more: object) -> list:
+        """work: the first argument of each step, or a tuple of its first arguments."""
+        first = (of if isinstance(of, tuple) else (of,) for of in work)
+        return [partial(run, *of, settings, *more) for of in first]
+
+    if suite == "host":
+        found = steps(host_suite.run_host, host_suite.WORK)
+        if settings.device.type == "cuda":  # 8 bits of the CPU's few tokens are not compared
+            found += steps(host_suite.run_sinks_host, host_suite.SINKS_WORK)
+            found += steps(host_suite.run_rotary_host, host_suite.ROTARY_WORK)
+        return found + steps(cached_suite.run_cached_host, cached_suite.HOST_WORK)
+    if suite in CACHED:
+        return steps(cached_suite.run_cached, cached_cells.cached_cells(suite, quick))
+    if suite == "models":
+        models = models_suite.QUICK_CASES if quick else models_suite.CASES
+        chosen = [case for case in models if args.work in (None, case.work)]
+        return steps(models_suite.run_model, chosen)
+    if suite == "memory":
+        lengths = memory_suite.QUICK_SEQLENS if quick else memory_suite.SEQLENS
+        chosen = [n for n in lengths if seqlens is None or n in seqlens]
+        given_up: set[str] = set()
+        return steps(memory_suite.run_length, chosen, given_up)
     if suite == "varlen":
         varlen = product(directions, (64, 128, 256), (False, True), (1, 8))
-        return [lambda of=of: run_varlen(*of, settings, args.quick) for of in varlen]
+        return steps(run_varlen, varlen, quick)
     if suite == ACCURACY:
-        cases = accuracy_cases(args.quick)
-        return [lambda case=case: run_accuracy(*case, settings) for case in cases]
+        return steps(accuracy_suite.run_accuracy, accuracy_suite.accuracy_cases(quick))
     if suite == DISTRIBUTIONS:
-        cases = distribution_cases(args.quick, args.head_dim, args.seqlen)
-        return [lambda case=case: run_distribution(case, settings) for case in cases]
+        cases = distributions_suite.distribution_cases(quick, head_dims, seqlens)
+        return steps(distributions_suite.run_distribution, cases)
     if suite == QUANTIZE:
-        chosen = quantize_work(args.head_dim)
-        return [lambda work=work: run_quantize(work, settings, args.quick) for work in chosen]
+        of_suite = quantize_suite.quantize_work(head_dims)
+        return steps(quantize_suite.run_quantize, of_suite, quick)
     if suite == MASKS:
-        of_masks = mask_cells(directions, args.head_dim, args.seqlen, args.quick)
-        return [lambda cell=cell: run_masks(cell, settings) for cell in of_masks]
+        of_masks = masks_suite.mask_cells(directions, head_dims, seqlens, quick)
+        return steps(masks_suite.run_masks, of_masks)
     if suite == MASKS_BUILD:
-        builds = build_work(args.seqlen, args.quick)
-        return [lambda of=of: run_build(*of, settings) for of in builds]
+        return steps(mask_build_suite.run_build, mask_build_suite.build_work(seqlens, quick))
     if suite == SPARSE:
-        masks = sparse_work(directions, args.quick)
-        return [lambda of=of: run_sparse(*of, settings, args.quick) for of in masks]
-    chosen = cells(suite, directions, args.head_dim, args.seqlen, args.quick)
-    if suite == LADDER:
-        return [lambda cell=cell: run_rung(cell, settings) for cell in chosen]
-    if suite == SCORES:
-        return [lambda cell=cell: run_scores(cell, settings) for cell in chosen]
-    if suite == ROTARY:
-        return [lambda cell=cell: run_rotary(cell, settings) for cell in chosen]
+        return steps(ladder_suite.run_sparse, ladder_suite.sparse_work(directions, quick), quick)
+    chosen = cells(suite, directions, head_dims, seqlens, quick)
     if suite == ROBOT:
-        return [lambda of=of: run_robot(*of, settings) for of in product(chosen, TIMES)]
+        return steps(robot_suite.run_robot, product(chosen, robot_suite.TIMES))
     if suite == FEW_QUERIES:
-        return [lambda of=of: run_few_queries(*of, settings) for of in product(chosen, TIMES)]
-    return [lambda cell=cell: run_cell(cell, settings) for cell in chosen]
+        return steps(few_queries_suite.run_few_queries, product(chosen, robot_suite.TIMES))
+    run_of = {LADDER: ladder_suite.run_rung, SCORES: scores_suite.run_scores}
+    run_of[ROTARY] = rotary_suite.run_rotary
+    return steps(run_of.get(suite, run_cell), chosen)

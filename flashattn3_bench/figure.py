@@ -3,80 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 from .report import measures
 from .runner import MISSED, OK, Record
 
-COLORS = {
-    "dense": "tab:gray",
-    "copy": "tab:gray",
-    "apart": "tab:gray",
-    "read": "tab:gray",
-    "fp8 int8": "tab:olive",
-    "fp8 int8 fast accum": "gold",
-    "fp8 e4m3 fast accum": "sandybrown",
-    "quantize+int8": "tab:cyan",
-    "quantize+e4m3": "tab:pink",
-    "quantize+int8+smooth_k": "tab:red",
-    "fp8 e4m3": "tab:brown",
-    "8 bits": "tab:olive",
-    "16 bits": "tab:gray",
-    "split_tokens=1024": "tab:olive",
-    "tree_mask": "tab:olive",
-    "rotary": "tab:orange",
-    "deterministic": "tab:olive",
-    "captured": "tab:cyan",
-    "flashattn3": "tab:green",
-    "mha": "tab:gray",
-    "cached": "tab:olive",
-    "one part": "tab:gray",
-    "on 16 SMs": "tab:olive",
-    "fa2": "tab:blue",
-    "cudnn": "tab:orange",
-    "math": "tab:purple",
-    "naive": "tab:red",
-    "sinks": "tab:cyan",
-    "slopes": "tab:olive",
-    "bias": "tab:purple",
-    "max logit": "tab:orange",
-    "flex": "tab:orange",
-    "without a mask object": "tab:gray",
-    "sdpa": "tab:gray",
-    "fa3 package": "tab:purple",
-    "ladder fa1": "tab:purple",
-    "ladder fa2": "tab:blue",
-    "triton": "tab:olive",
-    "flashattn3 int8": "tab:green",
-    "flashattn3 e4m3": "tab:olive",
-    "honest int8": "tab:gray",
-    "honest e4m3": "black",
-    "bf16": "tab:gray",
-    "fp16": "black",
-    "fp8 per tensor": "tab:red",
-    "fp8 per head": "tab:orange",
-    "fp8 block": "tab:blue",
-    "fp8 block+hadamard, int8": "tab:green",
-    "fp8 block+hadamard+smooth_k, int8": "tab:cyan",
-    "fp8 block+hadamard, e4m3": "tab:olive",
+# Color → providers.
+PROVIDERS_IN = {
+    "tab:gray": (
+        *("dense", "copy", "apart", "read", "16 bits", "mha", "one part", "without a mask object"),
+        *("sdpa", "honest int8", "bf16"),
+    ),
+    "tab:olive": (
+        *("fp8 int8", "8 bits", "split_tokens=1024", "tree_mask", "deterministic", "cached"),
+        *("on 16 SMs", "slopes", "triton", "flashattn3 e4m3", "fp8 block+hadamard, e4m3"),
+    ),
+    "tab:green": ("flashattn3", "flashattn3 int8", "fp8 block+hadamard, int8"),
+    "tab:blue": ("fa2", "ladder fa2", "fp8 block"),
+    "tab:orange": ("rotary", "cudnn", "max logit", "flex", "fp8 per head"),
+    "tab:purple": ("math", "bias", "fa3 package", "ladder fa1"),
+    "tab:cyan": ("quantize+int8", "captured", "sinks", "fp8 block+hadamard+smooth_k, int8"),
+    "tab:red": ("quantize+int8+smooth_k", "naive", "fp8 per tensor"),
+    "tab:pink": ("quantize+e4m3",),
+    "tab:brown": ("fp8 e4m3",),
+    "gold": ("fp8 int8 fast accum",),
+    "sandybrown": ("fp8 e4m3 fast accum",),
+    "black": ("honest e4m3", "fp16"),
 }
+COLORS = {name: color for color, names in PROVIDERS_IN.items() for name in names}
 MAX_PANELS_PER_LINE = 3  # read at the width of a page
-NAMES = {
-    "fa2": "FlashAttention-2",
-    "cudnn": "cuDNN",
-    "sdpa": "torch SDPA",
-    "flex": "FlexAttention",
-}  # others: as in the code
+# Others: as in the code.
+NAMES = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "sdpa": "torch SDPA", "flex": "FlexAttention"}
 MAX_LABELS = 12  # of groups of bars in a panel
+
+
+def pyplot() -> ModuleType:
+    """Imported late: slow to import, and Agg must be set before anything could open a window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 def draw(records: list[Record], header: Record, path: Path) -> None:
     """Write a PNG: panels of bars, one per row of the table; for the memory suite one of curves."""
-    # Imported here: slow to import, and Agg must be set before anything could open a window.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     rows = list(dict.fromkeys(_place(record)[0] for record in records))
     per_line = min(len(rows), MAX_PANELS_PER_LINE)
     lines = -(-len(rows) // per_line)

@@ -8,7 +8,7 @@ key-value head with its query heads are compared: the last ones, where a wrong o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .checking import (
     gradients,
 )
 from .inputs import RESULTS, Inputs
-from .providers import EIGHT_BIT
+from .providers import EIGHT_BIT, IN_8_BITS
 from .suites import Cell
 
 # Scores alive at once in float64: 0.5 GB.
@@ -42,15 +42,41 @@ class Gate:
 
     def check(self, provider: str, results: tuple[Tensor, ...]) -> None:
         """AssertionError, with case, place and values, if a result breaks the tolerance rule."""
-        factor = FORWARD_FACTOR if self.cell.direction == "fwd" else GRADIENT_FACTOR
         names = RESULTS[self.cell.direction]
-        for name, got, *expected in zip(names, results, self.reference, self.baseline, strict=True):
-            is_query_side = name in ("out", "dq")
-            got = got[_sample(self.cell, is_query_side)]
-            if provider in EIGHT_BIT:
-                check_fp8(name, got, expected[0], self.cell.case.name, provider, FP8_OF_16_BIT)
-            else:
-                check(name, got, *expected, factor, self.cell.case.name, provider)
+        found = [
+            got[_sample(self.cell, name in ("out", "dq"))]
+            for name, got in zip(names, results, strict=True)
+        ]
+        check_results(self.cell, provider, found, self.reference, self.baseline)
+
+
+def check_results(
+    cell: Cell,
+    provider: str,
+    results: Iterable[Tensor],
+    reference: Iterable[Tensor],
+    baseline: Iterable[Tensor],
+) -> None:
+    """AssertionError, with case, place and values, if a result breaks the tolerance rule; that of
+    8 bits, of a forward."""
+    factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
+    compared = zip(RESULTS[cell.direction], results, reference, baseline, strict=True)
+    for name, got, *expected in compared:
+        if provider in EIGHT_BIT or (provider == IN_8_BITS and name == "out"):
+            check_fp8(name, got, expected[0], cell.case.name, provider, FP8_OF_16_BIT)
+        else:
+            check(name, got, *expected, factor, cell.case.name, provider)
+
+
+def expected_results(
+    cell: Cell, tensors: Tensors, dout: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """out, or dq, dk and dv, in ``dtype``."""
+    options = {**cell.case.reference_options(), "dtype": dtype}
+    if cell.direction == "bwd":
+        return gradients(tensors, dout, **options)[:3]
+    with torch.no_grad():
+        return attention(tensors, **options)[:1]
 
 
 def _sample(cell: Cell, is_query_side: bool) -> tuple[slice, slice, slice]:
@@ -62,19 +88,17 @@ def _sample_results(cell: Cell, inputs: Inputs, dtype: torch.dtype) -> tuple[Ten
     """out, or dq, dk and dv, of the sample, in ``dtype``, a chunk of query rows at a time."""
     queries, keys = _sample(cell, True), _sample(cell, False)
     q, k, v, dout = inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries]
-    options = {**cell.case.reference_options(), "dtype": dtype}
-    chunks = list(_chunks(cell))
+
+    def of_chunk(rows: slice, cols: slice) -> tuple[Tensor, ...]:
+        tensors = Tensors(q[:, rows], k[:, cols], v[:, cols])
+        return expected_results(cell, tensors, dout[:, rows], dtype)
+
     if cell.direction == "fwd":
-        with torch.no_grad():
-            outs = [
-                attention(Tensors(q[:, rows], k[:, cols], v[:, cols]), **options)[0]
-                for rows, cols in chunks
-            ]
-        return (torch.cat(outs, dim=1),)
+        return (torch.cat([of_chunk(*chunk)[0] for chunk in _chunks(cell)], dim=1),)
     wide = torch.promote_types(dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    for rows, cols in chunks:
-        part = gradients(Tensors(q[:, rows], k[:, cols], v[:, cols]), dout[:, rows], **options)
+    for rows, cols in _chunks(cell):
+        part = of_chunk(rows, cols)
         dq[:, rows] += part[0]
         dk[:, cols] += part[1]
         dv[:, cols] += part[2]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from .gate import Gate
 from .inputs import Inputs, make_inputs, prepare
 from .providers import OURS, PROVIDERS, SDPA_BACKENDS, WHOLE_INT8, Attention
 from .rotary_suite import ATTENTION, check_results, tables
-from .runner import FAILED, OK, Record, Settings
+from .runner import FAILED, OK, Record, Settings, times_of
 from .suites import Cell
 from .timing import Timing
 
@@ -43,25 +42,17 @@ def _forward(attend: Attention, inputs: Inputs) -> Call:
 
 
 def _forward_with_gradients(attend: Attention, inputs: Inputs) -> Call:
-    q, k, v = _leaves(inputs)
+    q, k, v = inputs.leaves
     return lambda: attend(q, k, v, False)
 
 
 def _both_passes(attend: Attention, inputs: Inputs) -> Call:
-    leaves, dout = _leaves(inputs), inputs.dout
+    leaves, dout = inputs.leaves, inputs.dout
     return lambda: torch.autograd.grad(attend(*leaves, False), leaves, dout)
 
 
-def _leaves(inputs: Inputs) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in inputs[:3]]
-
-
 BOTH = "forward + backward"
-WORK = {
-    "forward": _forward,
-    "forward with gradients": _forward_with_gradients,
-    BOTH: _both_passes,
-}
+WORK = {"forward": _forward, "forward with gradients": _forward_with_gradients, BOTH: _both_passes}
 ROTARY_WORK = {f"rotary embedding, {work}": of for work, of in WORK.items()}
 SINKS_WORK = {f"sinks, {work}": of for work, of in WORK.items()}
 
@@ -74,7 +65,7 @@ def run_host(work: str, settings: Settings) -> Iterator[Record]:
     if work == "forward":
         names.insert(1, WHOLE_INT8)
     cell = Cell("host", case, "bwd" if work == BOTH else "fwd")
-    errors = {name: _error_of(cell, name, _of(name, inputs)) for name in names}
+    errors = {name: _error_of(_check, cell, name, _of(name, inputs)) for name in names}
     calls = {name: _call(work, name, inputs) for name in names if errors[name] is None}
     yield from timed(work, case.name, calls, settings, errors)
 
@@ -91,14 +82,10 @@ def run_rotary_host(work: str, settings: Settings) -> Iterator[Record]:
     for name, of in ATTENTION.items():
         attend = partial(_rotated, of, embedding)
         calls[name] = of_work(attend, inputs)
-        try:
-            results = calls[name]()
-            results = results if isinstance(results, tuple) else (results,)
-            check_results(cell, name, inputs, embedding, results)
-            errors[name] = None
-        except AssertionError as error:
-            errors[name] = str(error)
-            del calls[name]
+        results = calls[name]()
+        results = results if isinstance(results, tuple) else (results,)
+        errors[name] = _error_of(check_results, cell, name, inputs, embedding, results)
+    calls = {name: call for name, call in calls.items() if errors[name] is None}
     yield from timed(work, case.name, calls, settings, errors)
 
 
@@ -150,20 +137,17 @@ def timed(
             yield {**record, "status": OK, **times_of(name, timings)}
 
 
-def times_of(name: str, timings: dict[str, Timing]) -> Record:
-    """The times of a provider, and those of the others in its units."""
-    timing = timings[name]
-    ratios = {o: x.median_ms / timing.median_ms for o, x in timings.items() if o != name}
-    return {**asdict(timing), "speed_ratio": ratios}
-
-
-def _error_of(cell: Cell, name: str, inputs: Inputs) -> str | None:
-    """Return the error if the provider's results on these inputs are wrong, else None."""
+def _error_of(check: Callable[..., None], *of: object) -> str | None:
+    """The error of a check of results, None if they are right."""
     try:
-        Gate(cell, inputs).check(name, prepare(PROVIDERS[name], cell, inputs)())
+        check(*of)
     except AssertionError as error:
         return str(error)
     return None
+
+
+def _check(cell: Cell, name: str, inputs: Inputs) -> None:
+    Gate(cell, inputs).check(name, prepare(PROVIDERS[name], cell, inputs)())
 
 
 def _of(name: str, inputs: Inputs) -> Inputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,16 +32,28 @@ class Inputs(NamedTuple):
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self)
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """q, k and v as tensors that get a gradient."""
+        return [x.detach().requires_grad_() for x in self[:3]]
+
+
+def normal_numbers(
+    device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
+) -> Callable[..., Tensor]:
+    """A function of sizes that draws normal tensors, one after the other from one generator."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return partial(torch.randn, generator=generator, device=device, dtype=dtype)
+
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     """Drawn on the device: the tests' NaN-guarded inputs come from the CPU, seconds a cell."""
-    generator = torch.Generator(device).manual_seed(seed)
+    draw = normal_numbers(device, dtype, seed)
 
     def normal(seqlen: int, heads: int, dim: int) -> Tensor:
-        of = {"generator": generator, "device": device, "dtype": dtype}
         if case.layout == "bhsd":
-            return torch.randn((case.batch, heads, seqlen, dim), **of).transpose(1, 2)
-        return torch.randn((case.batch, seqlen, heads, dim), **of)
+            return draw(case.batch, heads, seqlen, dim).transpose(1, 2)
+        return draw(case.batch, seqlen, heads, dim)
 
     return Inputs(
         normal(case.seqlen_q, case.num_heads_q, case.head_dim),
@@ -75,6 +88,6 @@ def prepare(attention: Attention, cell: Cell, inputs: Inputs) -> Call:
     causal = cell.case.causal
     if cell.direction == "fwd":
         return lambda: (attention(q, k, v, causal),)
-    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    leaves = inputs.leaves
     out = attention(*leaves, causal)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

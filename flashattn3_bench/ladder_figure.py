@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .figure import COLORS
+from .figure import COLORS, pyplot
 from .ladder_suite import SPARSE
 from .runner import OK, Record
 
@@ -14,11 +14,7 @@ BYTES = "GB moved"
 def draw_ladder(records: list[Record], header: Record, path: Path) -> None:
     """Write a PNG: a panel for the speed of each case, then for its bytes; or, of the block-sparse
     suite, for the time by the density of the mask."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     found = [record for record in records if record["status"] == OK]
     rows = list(dict.fromkeys(r["row"] for r in found if SPARSE not in r["row"]))
     panels = [(row, "tflops", "TFLOP/s") for row in rows]

@@ -13,6 +13,7 @@ import torch
 import flashattn3
 
 from . import memory_traffic
+from .inputs import normal_numbers
 from .ladder import block_of, program
 from .providers import LADDER_FA1, LADDER_FA2, NAIVE, OURS, TRITON
 from .runner import ABSENT, FAILED, OK, Record, Settings, first_line, run_cell
@@ -82,7 +83,7 @@ def run_sparse(
         "row": " ".join([direction, SPARSE, family, *map(str, arguments.values())]),
         "column": str(seqlen),
         "direction": direction,
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "dtype": settings.dtype_name,
         "case": f"{SPARSE} {family}",
         "batch": 1,
         "seqlen_q": seqlen,
@@ -101,10 +102,9 @@ def run_sparse(
         mask = masks.FAMILIES[family](num_blocks, **arguments)
     record["density"] = masks.density(mask)
     how = mask.to(device), block, False
-    generator = torch.Generator(device).manual_seed(0)
-    of = {"generator": generator, "device": device, "dtype": settings.dtype}
-    dout = torch.randn(heads, seqlen, d, **of)
-    q, k, v = (torch.randn(heads, seqlen, d, **of).requires_grad_() for _ in range(3))
+    normal = normal_numbers(device, settings.dtype)
+    dout = normal(heads, seqlen, d)
+    q, k, v = (normal(heads, seqlen, d).requires_grad_() for _ in range(3))
     out = attend(q, k, v, *how)
 
     def backward() -> tuple[torch.Tensor, ...]:

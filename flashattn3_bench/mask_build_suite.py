@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from itertools import product
 
 import torch
@@ -13,8 +12,8 @@ from flashattn3 import masks
 
 from .mask_shapes import SHAPES, block_mask_of, lengths_of
 from .providers import FLEX, OURS
-from .runner import FAILED, OK, Record, Settings
-from .timing import CpuClock, Timing, interleave, make_clock
+from .runner import FAILED, OK, Record, Settings, times_of
+from .timing import CpuClock, interleave, make_clock
 
 SUITE = "masks-build"
 HOST_TIME, DEVICE_TIME = "host", "device"
@@ -72,13 +71,7 @@ def run_build(name: str, n: int, time: str, settings: Settings) -> list[Record]:
         return [{**about, "provider": OURS, "status": FAILED, "reason": fault}]
     clock = HostClock(device) if time == HOST_TIME else make_clock(device, 2**40)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
-    return [_record(about, of, timings) for of in calls]
-
-
-def _record(about: Record, name: str, timings: dict[str, Timing]) -> Record:
-    own = timings[name].median_ms
-    ratios = {other: x.median_ms / own for other, x in timings.items() if other != name}
-    return {**about, "provider": name, "status": OK, **asdict(timings[name]), "speed_ratio": ratios}
+    return [{**about, "provider": of, "status": OK, **times_of(of, timings)} for of in calls]
 
 
 def _fault(

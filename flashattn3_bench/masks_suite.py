@@ -13,8 +13,9 @@ from torch import Tensor
 
 import flashattn3
 
-from .checking import FORWARD_FACTOR, FP8_OF_16_BIT, GRADIENT_FACTOR, Case, check, check_fp8
-from .inputs import RESULTS, Call, Inputs, make_inputs, quantized
+from .checking import Case
+from .gate import check_results
+from .inputs import Call, Inputs, make_inputs, prepare, quantized
 from .mask_shapes import SHAPES, Shape, block_mask_of
 from .providers import FLEX, FP8_E4M3, FP8_INT8, OURS, QUANTIZED
 from .runner import Record, Settings, run_providers
@@ -98,12 +99,7 @@ def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
     def checked(name: str) -> tuple[Call, Record]:
         given = quantized(inputs, QUANTIZED[name]) if name in QUANTIZED else inputs
         call = _prepared(cell, given, attends[name], heads_first=name == FLEX)
-        factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
-        for of, got, *wanted in zip(RESULTS[cell.direction], call(), *expected, strict=True):
-            if name in QUANTIZED:
-                check_fp8(of, got[-1, :, -1], wanted[0], cell.case.name, name, FP8_OF_16_BIT)
-            else:
-                check(of, got[-1, :, -1], *wanted, factor, cell.case.name, name)
+        check_results(cell, name, [x[-1, :, -1] for x in call()], *expected)
         more = {"visible": cell.visible, "mask_bytes": mask.nbytes} if name == OURS else {}
         return call, more
 
@@ -126,18 +122,15 @@ def _flex(shape: Shape, n: int, device: torch.device) -> Callable[..., Tensor]:
 def _prepared(cell: Cell, inputs: Inputs, attend: Callable[..., Tensor], heads_first: bool) -> Call:
     """A call that gives results in the axes of the inputs. heads_first: attend has the heads before
     the tokens, in memory too."""
-    if heads_first:
-        inputs = Inputs(*(x.transpose(1, 2).contiguous() for x in inputs))
-    q, k, v, dout = inputs
 
-    def turned(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.transpose(1, 2) for x in results) if heads_first else results
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return attend(q, k, v)
 
-    if cell.direction == "fwd":
-        return lambda: turned((attend(q, k, v),))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves)
-    return lambda: turned(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    if not heads_first:
+        return prepare(attention, cell, inputs)
+    turned = Inputs(*(x.transpose(1, 2).contiguous() for x in inputs))
+    call = prepare(attention, cell, turned)
+    return lambda: tuple(x.transpose(1, 2) for x in call())
 
 
 def _reference(cell: Cell, inputs: Inputs, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -54,7 +54,7 @@ def training_step(attention: Attention, inputs: Inputs, causal: bool) -> Callabl
     """
 
     def step() -> tuple[torch.Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        leaves = inputs.leaves
         return torch.autograd.grad(attention(*leaves, causal), leaves, inputs.dout)
 
     return step

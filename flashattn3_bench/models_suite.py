@@ -103,7 +103,6 @@ def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
     else:
         outcomes = _times(case, model, working, ids, settings)
     for name in names:
-        status, reason = refused.get(name, (OK, ""))
         yield {
             "record": "waits" if case.work == "padding" else "tokens",
             "suite": f"{SUITE} {'waits' if case.work == 'padding' else 'tokens'}",
@@ -114,14 +113,11 @@ def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
             "case": case.name,
             **{key: value for key, value in asdict(case).items() if key not in ("name", "work")},
             "provider": name,
-            "status": status,
-            **({"reason": reason} if reason else outcomes[name]),
+            **(refused[name] if name in refused else {"status": OK, **outcomes[name]}),
         }
 
 
-def _refused(
-    case: ModelCase, model: Model, ids: Tensor, names: list[str]
-) -> dict[str, tuple[str, str]]:
+def _refused(case: ModelCase, model: Model, ids: Tensor, names: list[str]) -> dict[str, Record]:
     """Status and reason of the providers that do not run or do not pass the gate."""
     refused = {}
     gate = _Gate(case, model, ids)
@@ -131,7 +127,8 @@ def _refused(
             with _selected(name, model):
                 gate.check(run)
         except Exception as error:  # whatever it is, the other providers go on
-            refused[name] = (FAILED if name == OURS else ABSENT), first_line(error)
+            status = FAILED if name == OURS else ABSENT
+            refused[name] = {"status": status, "reason": first_line(error)}
     return refused
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,24 +29,18 @@ from . import ladder
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return flashattn3.flash_attn_func(q, k, v, causal=causal)
+def _ours(**options: Any) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return flashattn3.flash_attn_func(q, k, v, causal=causal, **options)
+
+    return attend
 
 
-def deterministic(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return flashattn3.flash_attn_func(q, k, v, causal=causal, deterministic=True)
-
-
-def fast_accum(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return flashattn3.flash_attn_func(q, k, v, causal=causal, use_fast_accum=True)
+ours = _ours()
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_with_kvcache(q, k, v, causal=causal)
-
-
-def in_one_part(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return flashattn3.flash_attn_func(q, k, v, causal=causal, num_splits=1)
 
 
 @cache
@@ -55,10 +50,6 @@ def num_sms(device: torch.device) -> int:
 
 def on_few_sms(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return flashattn3.flash_attn_func(q, k, v, causal=causal, sm_margin=num_sms(q.device) - FEW)
-
-
-def on_triton(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return flashattn3.flash_attn_func(q, k, v, causal=causal, backend="triton")
 
 
 def _quantize_and_attend(qk_dtype: torch.dtype, smooth_k: bool = False) -> Attention:
@@ -74,10 +65,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     qhead_per_kvhead = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if qhead_per_kvhead > 1:
-        k, v = (
-            k.repeat_interleave(qhead_per_kvhead, dim=1),
-            v.repeat_interleave(qhead_per_kvhead, dim=1),
-        )
+        k, v = (x.repeat_interleave(qhead_per_kvhead, dim=1) for x in (k, v))
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
     if causal:
         sq, sk = scores.shape[-2:]
@@ -92,9 +80,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     Its is_causal is aligned to the top left, so a causal problem must have as many queries as keys.
     """
     if causal and q.shape[1] != k.shape[1]:
-        raise RuntimeError(
-            "torch's is_causal is aligned to the top left: needs seqlen_q = seqlen_k"
-        )
+        said = "torch's is_causal is aligned to the top left: needs seqlen_q = seqlen_k"
+        raise RuntimeError(said)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -134,18 +121,18 @@ WHOLE = {WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn, WHOLE_SMOOTH: 
 EIGHT_BIT = {**QUANTIZED, **WHOLE}
 PROVIDERS: dict[str, Attention] = {
     **dict.fromkeys(QUANTIZED, ours),
-    **dict.fromkeys(FAST, fast_accum),
+    **dict.fromkeys(FAST, _ours(use_fast_accum=True)),
     **{name: _quantize_and_attend(to, name == WHOLE_SMOOTH) for name, to in WHOLE.items()},
-    DETERMINISTIC: deterministic,
+    DETERMINISTIC: _ours(deterministic=True),
     CAPTURED: ours,
     OURS: ours,
     MHA: ours,
     CACHED: cached,
-    ONE_PART: in_one_part,
+    ONE_PART: _ours(num_splits=1),
     ON_FEW_SMS: on_few_sms,
     **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
     NAIVE: naive,
-    TRITON: on_triton,
+    TRITON: _ours(backend="triton"),
     LADDER_FA1: ladder.fa1,
     LADDER_FA2: ladder.fa2,
 }

@@ -6,7 +6,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from flashattn3.quantization.embedding import Embedding, embedded
 from flashattn3.quantization.embedding_dispatch import rotated
 from flashattn3.quantization.smoothing import sample_mean
 
+from .inputs import normal_numbers
 from .providers import OURS
 from .rotary_suite import tables
 from .runner import FAILED, OK, Record, Settings, name_of
@@ -32,8 +32,7 @@ from .timing import interleave, make_clock
 
 SUITE = "quantize"
 HEAD_DIMS = (64, 128, 256)
-BATCH, SEQLEN, WIDTH = 4, 4096, 2048  # the grid's 16384 tokens; heads x head dim
-QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH = 1, 130, 256
+SIZES, QUICK_SIZES = (4, 4096, 2048), (1, 130, 256)  # batch, tokens, heads x head dim
 BLOCK = 128
 COPY = "copy"
 ROTARY_ROW, ROTARY = "q, k, v with rotary", "rotary"  # the pass over q and k alone, in 16 bits
@@ -122,12 +121,10 @@ def run_quantize(work: Work, settings: Settings, quick: bool) -> list[Record]:
 
 def _ring(work: Work, settings: Settings, quick: bool) -> list[tuple[Tensor, ...]]:
     """RING times a normal (batch, seqlen, heads, head_dim) for each kind."""
-    sizes = (QUICK_BATCH, QUICK_SEQLEN, QUICK_WIDTH) if quick else (BATCH, SEQLEN, WIDTH)
-    batch, seqlen, width = sizes
+    batch, seqlen, width = QUICK_SIZES if quick else SIZES
     shape = (batch, seqlen, width // work.head_dim, work.head_dim)
-    generator = torch.Generator(settings.device).manual_seed(0)
-    of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
-    return [tuple(torch.randn(shape, **of) for _ in work.kinds) for _ in range(RING)]
+    normal = normal_numbers(settings.device, settings.dtype)
+    return [tuple(normal(shape) for _ in work.kinds) for _ in range(RING)]
 
 
 def _description(
@@ -150,17 +147,16 @@ def _description(
     }
 
 
-@cache
-def _tables_of(seqlen: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return tables(seqlen, head_dim, device)
-
-
 def _tables(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _tables_of(x.shape[1], x.shape[-1], x.device)
+    return tables(x.shape[1], x.shape[-1], x.device)
+
+
+def _embedding(x: Tensor) -> Embedding:
+    return Embedding(None, None, *_tables(x), None, False, 0.0)
 
 
 def _rotate(q: Tensor, k: Tensor, _v: Tensor) -> list[Tensor]:
-    embedding = Embedding(None, None, *_tables(q), None, False, 0.0)
+    embedding = _embedding(q)
     return [rotated(x, embedding, None, None) for x in (q, k)]
 
 
@@ -185,7 +181,7 @@ def _fault(work: Work, tensors: tuple[Tensor, ...], results: tuple[BlockScaled, 
         of_v = kind == "v"
         hadamard, dtype = work.hadamard and not of_v, FP8 if of_v else work.dtype
         if work.rotates and not of_v:
-            x = embedded(x, None, Embedding(None, None, *_tables(x), None, False, 0.0), None)
+            x = embedded(x, None, _embedding(x), None)
         mean = sample_mean(x, None, None) if work.smooth_k and kind == "k" else None
         data, descale = torch_operations.quantize(x, BLOCK, hadamard, None, None, dtype, mean)
         found = scaled.in_rows().data

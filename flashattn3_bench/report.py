@@ -58,27 +58,24 @@ class Measure(NamedTuple):
     of: Callable[[Record], float]
 
 
+TFLOPS = Measure("TFLOP/s", lambda record: record["tflops"])
+MICROSECONDS = Measure("us", lambda record: record["median_ms"] * 1e3)
 # By suite, else by kind of record: a table for each, the first also as a picture.
 MEASURES = {
-    "time": (Measure("TFLOP/s", lambda record: record["tflops"]),),
-    **dict.fromkeys(
-        ("robot", "few-queries"), (Measure("us", lambda record: record["median_ms"] * 1e3),)
-    ),
+    **dict.fromkeys(("time", "chunk"), (TFLOPS,)),
+    **dict.fromkeys(("robot", "few-queries", "rotary", "build"), (MICROSECONDS,)),
     "scores": (
-        Measure("us", lambda record: record["median_ms"] * 1e3),
+        MICROSECONDS,
         Measure("time in % of the call without", lambda r: 100 / r["speed_ratio"].get(OURS, 1)),
     ),
-    "rotary": (Measure("us", lambda record: record["median_ms"] * 1e3),),
-    "host": (Measure("host time (us)", lambda record: record["median_ms"] * 1e3),),
+    "host": (MICROSECONDS._replace(unit="host time (us)"),),
     "memory": (Measure("peak memory (MiB)", lambda record: record["peak_bytes"] / 2**20),),
     "latency": (
-        Measure("us", lambda record: record["median_ms"] * 1e3),
+        MICROSECONDS,
         Measure("GB/s of the visible keys", lambda record: record["gb_per_s"]),
     ),
-    "chunk": (Measure("TFLOP/s", lambda record: record["tflops"]),),
     "tokens": (Measure("tokens/s", lambda record: record["tokens_per_second"]),),
     "waits": (Measure("waits for the GPU in a forward pass", lambda record: record["waits"]),),
-    "build": (Measure("us", lambda record: record["median_ms"] * 1e3),),
     "bandwidth": (Measure("GB/s", lambda record: record["gb_per_s"]),),
     "error": (
         Measure("RMSE / RMS of the fp64 reference", lambda record: record["relative_error"]),
@@ -94,13 +91,11 @@ MEASURES = {
 # Suites whose ratios are shown for each cell, and of whom.
 RATIOS_OF = {
     "fp8": tuple(EIGHT_BIT),
-    "gqa": (OURS,),
     "deterministic": (DETERMINISTIC,),
     "captured": (CAPTURED,),
-    "quantize": (OURS,),
     "rotary": (IN_8_BITS,),
-    **dict.fromkeys(("robot", "few-queries", "decode", "latency", "paged"), (OURS,)),
-    **dict.fromkeys(("ragged", "chunk", "mixed", "invariant", "tree"), (OURS,)),
+    **dict.fromkeys(("gqa", "quantize", "robot", "few-queries", "decode", "latency"), (OURS,)),
+    **dict.fromkeys(("paged", "ragged", "chunk", "mixed", "invariant", "tree"), (OURS,)),
     **dict.fromkeys(("masks", "masks-build"), (OURS,)),
 }
 # Suites in which one provider is another with something added, whose cost is shown.

@@ -3,7 +3,7 @@ its own over q and k; forward alone, and with the backward, as a training step r
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -13,15 +13,8 @@ from flashattn3.call.operands import Tensors
 from flashattn3.quantization.embedding import Embedding, embedded
 from flashattn3.quantization.embedding_dispatch import rotated
 
-from .checking import (
-    FORWARD_FACTOR,
-    FP8_OF_16_BIT,
-    GRADIENT_FACTOR,
-    attention,
-    check,
-    check_fp8,
-    gradients,
-)
+from . import gate
+from .checking import attention, gradients
 from .inputs import Call, Inputs, make_inputs
 from .providers import IN_8_BITS, OURS
 from .runner import Record, Settings, run_providers
@@ -33,6 +26,7 @@ PROVIDERS = (OURS, IN_8_BITS)
 Sides = tuple[Tensor, Tensor, Tensor]
 
 
+@cache
 def tables(seqlen: int, rotary_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin (seqlen, rotary_dim / 2), float32, of RoFormer's frequencies."""
     steps = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / rotary_dim
@@ -90,12 +84,8 @@ def _work(cell: Cell, attend, inputs: Inputs) -> Call:
     q, k, v, dout = inputs
     if cell.direction == "fwd":
         return lambda: (attend(q, k, v),)
-    leaves = _leaves(inputs)
+    leaves = inputs.leaves
     return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
-
-
-def _leaves(inputs: Inputs) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in inputs[:3]]
 
 
 def _saved_bytes(attend, inputs: Inputs, shared: tuple[Tensor, ...]) -> int:
@@ -109,7 +99,7 @@ def _saved_bytes(attend, inputs: Inputs, shared: tuple[Tensor, ...]) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        attend(*_leaves(inputs))
+        attend(*inputs.leaves)
     for x in shared:
         storages.pop(x.untyped_storage().data_ptr(), None)
     return sum(storages.values())
@@ -129,11 +119,7 @@ def check_results(
             exact = attention(Tensors(*turned, v.double()), **options)[0]
             narrow = Tensors(*(x.to(q.dtype) for x in turned), v)
             low = attention(narrow, **options, dtype=q.dtype)[0]
-        found = results[0][last, :, last]
-        if name == IN_8_BITS:
-            check_fp8("out", found, exact, case.name, name, FP8_OF_16_BIT)
-        else:
-            check("out", found, exact, low, FORWARD_FACTOR, case.name, name)
+        gate.check_results(cell, name, [results[0][last, :, last]], [exact], [low])
         return
     values = [*turned, v.double()]
     if name == IN_8_BITS:
@@ -147,5 +133,4 @@ def check_results(
         wide = torch.promote_types(dtype, torch.float32)
         dq, dk = (embedded(x, None, back, None, wide).to(dtype) for x in (dq, dk))
         expected.append((dq, dk, dv))
-    for of, found, *wanted in zip(("dq", "dk", "dv"), results, *expected, strict=True):
-        check(of, found[last, :, last], *wanted, GRADIENT_FACTOR, case.name, name)
+    gate.check_results(cell, name, [x[last, :, last] for x in results], *expected)

@@ -16,7 +16,7 @@ from .gate import Gate
 from .inputs import Call, Inputs, make_inputs, prepare, quantized, with_all_heads
 from .providers import BASELINES, CAPTURED, EIGHT_BIT, MHA, OURS, PROVIDERS, QUANTIZED
 from .suites import Cell
-from .timing import Clock, Timing, interleave, make_clock
+from .timing import Clock, Timing, interleave, make_clock, speed_ratios
 
 Record = dict[str, Any]
 # MISSED: a number over its bound.
@@ -84,16 +84,12 @@ def run_providers(
     """
     calls: dict[str, Call] = {}
     more: dict[str, Record] = {}
-    refused: dict[str, tuple[str, str]] = {}
+    refused: dict[str, Record] = {}
     for name in providers:
         try:
             calls[name], more[name] = checked(name)
-        except AssertionError as error:
-            refused[name] = (FAILED, str(error))
-        except torch.OutOfMemoryError:
-            refused[name] = (ABSENT, "out of memory")
         except Exception as error:  # whatever it is, the other providers and cells go on
-            refused[name] = (ABSENT if name in BASELINES else FAILED, first_line(error))
+            refused[name] = refusal(name, error)
     timings = interleave(calls, clock, settings.rounds, settings.round_ms)
     return [
         {
@@ -107,6 +103,20 @@ def run_providers(
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def times_of(name: str, timings: dict[str, Timing]) -> Record:
+    """The times of a provider, and those of the others in its units."""
+    return {**asdict(timings[name]), "speed_ratio": speed_ratios(name, timings)}
+
+
+def refusal(name: str, error: Exception) -> Record:
+    """Status and reason of a provider whose result breaks the rule, or which raised an error."""
+    if isinstance(error, AssertionError):
+        return {"status": FAILED, "reason": str(error)}
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"status": ABSENT, "reason": "out of memory"}
+    return {"status": ABSENT if name in BASELINES else FAILED, "reason": first_line(error)}
 
 
 def first_line(error: Exception) -> str:
@@ -142,18 +152,14 @@ def _plan(cell: Cell, inputs: Inputs) -> Record:
 
 
 def _outcome(
-    cell: Cell, name: str, timings: dict[str, Timing], refused: dict[str, tuple[str, str]]
+    cell: Cell, name: str, timings: dict[str, Timing], refused: dict[str, Record]
 ) -> Record:
     if name in refused:
-        status, reason = refused[name]
-        return {"status": status, "reason": reason}
+        return refused[name]
     timing = timings[name]
     return {
         "status": OK,
         **asdict(timing),
         "tflops": cell.flops / timing.median_ms / 1e9,
-        # Above 1: this provider is the faster one.
-        "speed_ratio": {
-            other: timings[other].median_ms / timing.median_ms for other in timings if other != name
-        },
+        "speed_ratio": speed_ratios(name, timings),
     }

@@ -12,8 +12,9 @@ from torch import Tensor
 import flashattn3
 from flashattn3.call.operands import Tensors
 
-from .checking import FORWARD_FACTOR, GRADIENT_FACTOR, Case, attention, check, gradients
-from .inputs import RESULTS, Call, Inputs, make_inputs
+from .checking import Case
+from .gate import check_results, expected_results
+from .inputs import RESULTS, Call, Inputs, make_inputs, normal_numbers
 from .providers import OURS
 from .runner import Record, Settings, run_providers
 from .suites import SCORES, Cell
@@ -74,8 +75,7 @@ def _function(case: Case, device: torch.device) -> Call:
 def _given(name: str, inputs: Inputs) -> dict[str, Tensor]:
     """The tensor of an option: normal sinks and bias, and the slopes of the ALiBi paper."""
     (_, seqlen_q, heads, _), seqlen_k = inputs.q.shape, inputs.k.shape[1]
-    generator = torch.Generator(inputs.q.device).manual_seed(1)
-    normal = partial(torch.randn, generator=generator, device=inputs.q.device)
+    normal = normal_numbers(inputs.q.device, seed=1)
     if name == SINKS:
         return {TENSOR_OF[name]: normal(heads)}
     if name == SLOPES:
@@ -93,7 +93,7 @@ def _prepared(cell: Cell, inputs: Inputs, given: dict[str, Tensor], **more: Any)
     if cell.direction == "fwd":
         attend = partial(_function(cell.case, q.device), q, k, v, **options, **given)
         return lambda: (attend()[0] if more["return_max_logit"] else attend(),)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = inputs.leaves
     given = {n: x.requires_grad_(n != TENSOR_OF[SLOPES]) for n, x in given.items()}
     out = _function(cell.case, q.device)(*leaves, **options, **given)
     leaves += [x for x in given.values() if x.requires_grad]
@@ -111,14 +111,7 @@ def _check(
     q, dout = (x[last, rows, group] for x in (inputs.q, inputs.dout))
     k, v = (x[last, rows, last] for x in (inputs.k, inputs.v))
     of_head = {n: (x[:, group] if n == "bias" else x[group]).detach() for n, x in given.items()}
-    tensors, options = Tensors(q, k, v, **of_head), case.reference_options()
-    expected = []
-    for dtype in (torch.float64, q.dtype):
-        if cell.direction == "fwd":
-            with torch.no_grad():
-                expected.append(attention(tensors, **options, dtype=dtype)[:1])
-        else:
-            expected.append(gradients(tensors, dout, **options, dtype=dtype)[:3])
-    factor = FORWARD_FACTOR if cell.direction == "fwd" else GRADIENT_FACTOR
-    for of, got, *wanted in zip(RESULTS[cell.direction], results, *expected, strict=False):
-        check(of, got[last, rows, places[of]], *wanted, factor, case.name, name)
+    tensors = Tensors(q, k, v, **of_head)
+    expected = [expected_results(cell, tensors, dout, of) for of in (torch.float64, q.dtype)]
+    named = zip(RESULTS[cell.direction], results, strict=False)  # not the gradients of sinks, bias
+    check_results(cell, name, [x[last, rows, places[of]] for of, x in named], *expected)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .checking import (
+from .checking import Case
+from .checking.shapes import (
     FEW_QUERIES,
     GROUPED_GRID,
     NAMED_SHAPES,
@@ -14,7 +15,6 @@ from .checking import (
     PAPER_GRID,
     ROBOT_SHAPES,
     SCORE_SHAPES,
-    Case,
 )
 
 DIRECTIONS = ("fwd", "bwd")
@@ -38,12 +38,7 @@ CASES = {
         if case.head_dim <= 128 and case.seqlen_k >= 1024
     ),
 }
-BY_NAME = (
-    "shapes",
-    "robot",
-    "few-queries",
-    SCORES,
-)  # suites in which a row of the table is one case
+BY_NAME = ("shapes", "robot", "few-queries", SCORES)  # suites in which a row is one case
 BY_HEADS = ("dims", "gqa")  # suites whose rows always name the heads; else grouped ones do
 
 

@@ -33,6 +33,12 @@ class Timing:
         return cls(statistics.median(samples), p20, p80, len(samples))
 
 
+def speed_ratios(name: str, timings: dict[str, Timing]) -> dict[str, float]:
+    """How many times faster a provider is than each of the others."""
+    own = timings[name].median_ms
+    return {other: x.median_ms / own for other, x in timings.items() if other != name}
+
+
 class Pace(NamedTuple):
     """Milliseconds of one call: until it returns on the host, and until its work is done."""
 

@@ -12,7 +12,7 @@ import flashattn3
 from .checking import Case
 from .checking.shapes import LENGTHS
 from .gate import Gate
-from .inputs import Inputs, prepare
+from .inputs import Inputs, normal_numbers, prepare
 from .providers import OURS, ours
 from .runner import OK, Record, Settings
 from .suites import Cell
@@ -43,12 +43,10 @@ def run_varlen(
     heads = (4 if quick else 32) * 64 // head_dim
     heads_kv = heads // min(qhead_per_kvhead, heads)
     scores = {OURS: sum(n * n for n in lengths), DENSE: batch * dense_length**2}
-    generator = torch.Generator(settings.device).manual_seed(0)
+    draw = normal_numbers(settings.device, settings.dtype)
 
     def normal(*shape: int) -> Inputs:
-        of = {"generator": generator, "device": settings.device, "dtype": settings.dtype}
-        counts = (heads, heads_kv, heads_kv, heads)
-        return Inputs(*(torch.randn(*shape, n, head_dim, **of) for n in counts))
+        return Inputs(*(draw(*shape, n, head_dim) for n in (heads, heads_kv, heads_kv, heads)))
 
     varlen, dense = normal(tokens), normal(batch, dense_length)
     edges = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 
@@ -12,10 +11,8 @@ import pytest
 import torch
 from helpers import GPU, ROOT, run_program, run_python
 
-from flashattn3.cli import main
 from flashattn3_bench import memory_traffic
 from flashattn3_bench.checking import Case
-from flashattn3_bench.command import SUITES
 from flashattn3_bench.ladder_suite import run_sparse, sparse_work
 from flashattn3_bench.runner import Settings
 
@@ -116,32 +113,6 @@ def test_causal_tiles_are_counted_up_to_the_diagonal():
     case = Case("causal", 1, 64, 96, 1, 1, 16, 16, causal=True)
     assert memory_traffic.visited(case, 32, 32) == 2 + 3
     assert memory_traffic.visited(case, 64, 32) == 3
-
-
-def test_quick_ladder_suite(tmp_path, capsys):
-    quick = ("--quick", "--rounds", "2", "--output", str(tmp_path), "--device", "cpu")
-    options = ("--suite", "ladder", "--head-dim", "64", "--direction", "fwd")
-    assert "ladder" in SUITES
-    assert main(["bench", *quick, *options]) == 0
-    _, *records = (json.loads(line) for line in (tmp_path / "ladder.jsonl").open())
-    rungs = ["flashattn3", "triton", "ladder fa2", "ladder fa1", "naive"]
-    assert [record["provider"] for record in records] == rungs * 2
-    assert all(r["status"] == "ok" and r["tflops"] > 0 for r in records), records
-    moved = {r["provider"]: r["bytes_moved"] for r in records if not r["causal"]}
-    assert moved["triton"] <= moved["ladder fa2"] < moved["ladder fa1"]
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
-    assert "ladder fwd, all cells: triton" in capsys.readouterr().out
-
-
-def test_quick_block_sparse_suite(tmp_path):
-    quick = ("--quick", "--rounds", "2", "--output", str(tmp_path), "--device", "cpu")
-    assert main(["bench", *quick, "--suite", "block-sparse", "--direction", "fwd"]) == 0
-    _, *records = (json.loads(line) for line in (tmp_path / "block-sparse.jsonl").open())
-    assert all(record["status"] == "ok" for record in records), records
-    density = {record["row"].split("sparse ")[1]: record["density"] for record in records}
-    assert density["sliding window 0"] < density["sliding window 1"] < density["dense"] == 1
-    assert {"butterfly", "local and global"} < density.keys()
-    assert (tmp_path / "block-sparse.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(GPU, reason="Triton's interpreter")

@@ -27,9 +27,6 @@ from flashattn3_bench.checking import (
     FORWARD_CASES,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
-    NAMED_SHAPES,
-    OTHER_DIMS,
-    PAPER_GRID,
     Case,
     attention,
     check,
@@ -40,6 +37,7 @@ from flashattn3_bench.checking import (
     score_floor,
 )
 from flashattn3_bench.checking.cases import dense, varlen
+from flashattn3_bench.checking.shapes import NAMED_SHAPES, OTHER_DIMS, PAPER_GRID
 
 CPU = DeviceInfo("cpu", "cpu")
 SMALL_TILES = ReferenceConfig(block_m=24, block_n=40)
@@ -108,13 +106,6 @@ def test_sixteen_bit(name, dtype):
 def test_case_names_are_unique():
     names = [case.name for case in (*FORWARD_CASES, *PAPER_GRID, *OTHER_DIMS, *NAMED_SHAPES)]
     assert len(set(names)) == len(names)
-
-
-def test_paper_grid_holds_tokens_and_width():
-    assert len(PAPER_GRID) == 36
-    for case in PAPER_GRID:
-        assert case.batch * case.seqlen_q == 16384
-        assert case.num_heads_q * case.head_dim == 2048
 
 
 class Attention(torch.autograd.Function):

@@ -13,16 +13,6 @@ from .rounding import (
     out_rounding,
     score_rounding,
 )
-from .shapes import (
-    FEW_QUERIES,
-    GROUPED_GRID,
-    NAMED_SHAPES,
-    ODD_DIMS,
-    OTHER_DIMS,
-    PAPER_GRID,
-    ROBOT_SHAPES,
-    SCORE_SHAPES,
-)
 from .tolerance import (
     FORWARD_FACTOR,
     FP8_OF_16_BIT,
@@ -39,21 +29,13 @@ from .tolerance import (
 
 __all__ = [
     "E4M3_TRUNCATION",
-    "FEW_QUERIES",
     "FLOAT32_EPS",
     "FORWARD_CASES",
     "FORWARD_FACTOR",
     "FP8_OF_16_BIT",
     "FP8_OF_QUANTIZED",
     "GRADIENT_FACTOR",
-    "GROUPED_GRID",
     "INT8_OF_QUANTIZED",
-    "NAMED_SHAPES",
-    "ODD_DIMS",
-    "OTHER_DIMS",
-    "PAPER_GRID",
-    "ROBOT_SHAPES",
-    "SCORE_SHAPES",
     "Case",
     "attention",
     "call",

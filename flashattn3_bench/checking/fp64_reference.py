@@ -20,21 +20,16 @@ from flashattn3.call.operands import Tensors
 
 
 def attention(
-    tensors: Tensors,
-    *,
-    softmax_scale: float,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    dtype: torch.dtype = torch.float64,
+    tensors: Tensors, *, dtype: torch.dtype = torch.float64, **options: float
 ) -> tuple[Tensor, Tensor]:
     """out and lse, differentiable by autograd.
 
     Args:
         tensors: dense or varlen; the heads of q are a multiple of those of k and v. seqused is
             taken in both forms. Sinks are below inf.
-        softmax_scale, window_left, window_right, softcap: as in ``Problem``; -1 is an open window.
         dtype: what is computed in; q, k and v are converted first.
+        options: softmax_scale, window_left, window_right and softcap, as in ``Problem``; -1 is an
+            open window, and the default.
 
     Returns:
         out in q's shape with v's head dim, in ``dtype``; lse (batch, heads, seqlen_q) or (heads,
@@ -46,25 +41,17 @@ def attention(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=_wide(dtype))
     for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
-        options = softmax_scale, window_left, window_right, softcap
-        out[rows], lse[rows] = _one_head(q[rows], k[keys], v[keys], *options, added)
+        out[rows], lse[rows] = _one_head(q[rows], k[keys], v[keys], added, **options)
     return out, lse.transpose(-1, -2)
 
 
-def max_logit(
-    tensors: Tensors,
-    *,
-    softmax_scale: float,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-) -> Tensor:
-    """The largest score of each head (heads,) that a query sees, in float64; -inf without any."""
+def max_logit(tensors: Tensors, **options: float) -> Tensor:
+    """The largest score of each head (heads,) that a query sees, in float64; -inf without any. The
+    options are ``attention``'s."""
     q, k = (x.detach().double() for x in tensors[:2])
     found = q.new_full((q.shape[-2],), -math.inf)
-    options = softmax_scale, window_left, window_right, softcap
     for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
-        scores, blind = scores_of_head(q[rows], k[keys], *options, added)
+        scores, blind = scores_of_head(q[rows], k[keys], added, **options)
         seen = scores.masked_fill(blind, -math.inf).flatten()
         if seen.numel():
             found[rows[-1]] = torch.maximum(found[rows[-1]], seen.max())
@@ -76,11 +63,8 @@ def gradients(
     dout: Tensor,
     dlse: Tensor | None = None,
     *,
-    softmax_scale: float,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
+    **options: float,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk and dv in ``dtype``, by autograd through one head at a time; of calls with sinks,
     slopes or a bias dsinks and dbias too, None where there is no such tensor.
@@ -93,7 +77,6 @@ def gradients(
     inputs = detached[:3]
     of_sums = [*inputs, *(x for x in (detached.sinks, detached.bias) if x is not None)]
     sums = tuple(torch.zeros_like(x, dtype=_wide(dtype)) for x in of_sums)
-    options = softmax_scale, window_left, window_right, softcap
     for (rows, keys), added in zip(heads_of(tensors), added_of_heads(detached), strict=True):
         places = [rows, keys, keys]
         leaves = [x[place].requires_grad_() for x, place in zip(inputs, places, strict=True)]
@@ -106,7 +89,7 @@ def gradients(
             places.append((rows[0] if batch > 1 else 0, rows[-1] if heads > 1 else 0))
             leaves.append(added.bias.to(dtype).clone().requires_grad_())
             added = added._replace(bias=leaves[-1])
-        out, lse = _one_head(*leaves[:3], *options, added)
+        out, lse = _one_head(*leaves[:3], added, **options)
         given_out, given_lse = dout[rows].to(out.dtype), torch.zeros_like(lse)
         if dlse is not None:
             given_lse += dlse.transpose(-1, -2)[rows]
@@ -148,18 +131,10 @@ def added_of_heads(tensors: Tensors) -> Iterator[Added]:
 
 
 def _one_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    added: Added,
+    q: Tensor, k: Tensor, v: Tensor, added: Added, **options: float
 ) -> tuple[Tensor, Tensor]:
     """q (sq, d), k (sk, d), v (sk, dv) -> out (sq, dv), lse (sq,)."""
-    options = softmax_scale, window_left, window_right, softcap
-    scores, blind = scores_of_head(q, k, *options, added)
+    scores, blind = scores_of_head(q, k, added, **options)
     of_blind = scores.new_full((1,), -math.inf, dtype=_wide(q.dtype))
     if added.sink is not None and added.sink.isfinite():  # -inf is no sink
         of_blind = added.sink.to(of_blind.dtype)
@@ -174,11 +149,12 @@ def _one_head(
 def scores_of_head(
     q: Tensor,
     k: Tensor,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
     added: Added = Added(),  # noqa: B008
+    *,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """q (sq, d), k (sk, d) -> scores (sq, sk), -inf where hidden; rows that see nothing, (sq, 1).
 

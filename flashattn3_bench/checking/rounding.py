@@ -42,14 +42,12 @@ class _Moments:
         return torch.finfo(dtype).eps / 2 * (_magnitude(self.result, dtype) + likely) + self.float32
 
 
-def out_rounding(
-    tensors: Tensors, dtype: torch.dtype, *, softmax_scale: float, **options: float
-) -> Tensor:
+def out_rounding(tensors: Tensors, dtype: torch.dtype, **options: float) -> Tensor:
     """Of out, in its shape: P and out are rounded to dtype. The options are ``attention``'s."""
     q, k, v = (x.detach().double() for x in tensors[:3])
     of_out = _Moments(q.new_zeros((*q.shape[:-1], v.shape[-1])))
     for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
-        p, _ = _probabilities(q[rows], k[keys], softmax_scale, **options, added=added)
+        p, _ = _probabilities(q[rows], k[keys], added, **options)
         of_out.result[rows] = p @ v[keys]
         for power in POWERS:
             of_out.sums[power][rows] = power(_magnitude(p, dtype)) @ power(v[keys])
@@ -76,7 +74,7 @@ def gradient_rounding(
     given = 0.0 * dout[..., 0] if dlse is None else dlse.double().transpose(-1, -2)
     for (rows, keys), added in zip(heads_of(tensors), added_of_heads(tensors), strict=True):
         q, k, v, do = inputs[0][rows], inputs[1][keys], inputs[2][keys], dout[rows]
-        p, slope = _probabilities(q, k, softmax_scale, **options, added=added)
+        p, slope = _probabilities(q, k, added, softmax_scale=softmax_scale, **options)
         dp, out = do @ v.T, p @ v
         delta = (do * out).sum(1, keepdim=True) - given[rows].unsqueeze(1)
         by_slope = softmax_scale * (p * (dp - delta)).abs() * _slope_error(k.shape[0], **options)
@@ -126,9 +124,7 @@ def score_rounding(tensors: Tensors, *, softmax_scale: float, unit: float, **_: 
     return unit * abs(softmax_scale) * moved.transpose(-1, -2)
 
 
-def dropped_values(
-    values: Tensors, scales: Tensor, least: float, *, softmax_scale: float, **options: float
-) -> Tensor:
+def dropped_values(values: Tensors, scales: Tensor, least: float, **options: float) -> Tensor:
     """By how much out moves where light keys are dropped, which out and the row sum then lack.
 
     P times V's scale has an absolute error of least times the largest of its row.
@@ -138,7 +134,7 @@ def dropped_values(
     q, k, v = (x.double() for x in values[:3])
     moved = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     for rows, keys in heads_of(values):
-        p, _ = _probabilities(q[rows], k[keys], softmax_scale, **options)
+        p, _ = _probabilities(q[rows], k[keys], **options)
         stored = p * scales[keys].T.abs()
         if stored.numel():
             error = least * stored.amax(1, keepdim=True) / scales[keys].T.abs()
@@ -150,18 +146,14 @@ def dropped_values(
 def _probabilities(
     q: Tensor,
     k: Tensor,
-    softmax_scale: float,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
     added: Added = Added(),  # noqa: B008
+    **options: float,
 ) -> tuple[Tensor, Tensor]:
     """P, 0 in rows that see nothing, and the derivative of the capped score by the score."""
-    options = softmax_scale, window_left, window_right, softcap
-    scores, blind = scores_of_head(q, k, *options, added)
+    scores, blind = scores_of_head(q, k, added, **options)
     tanh = 0.0 * q[:, :1]
-    if softcap:
-        capped, _ = scores_of_head(q, k, *options)
+    if softcap := options.get("softcap"):
+        capped, _ = scores_of_head(q, k, **options)
         tanh = torch.where(scores.isfinite(), capped / softcap, 0.0)
     if added.sink is not None and added.sink.isfinite():
         column = added.sink.to(scores).expand(scores.shape[0], 1)

@@ -8,16 +8,9 @@ from .cases import Case, dense, varlen
 
 
 def _paper(head_dim: int, causal: bool, seqlen: int) -> Case:
-    heads = 2048 // head_dim
+    heads, dims = (2048 // head_dim,) * 2, (head_dim,) * 2
     name = f"d{head_dim}-{'causal' if causal else 'full'}-{seqlen}"
-    return dense(
-        name,
-        (seqlen, seqlen),
-        (heads, heads),
-        (head_dim, head_dim),
-        batch=16384 // seqlen,
-        causal=causal,
-    )
+    return dense(name, (seqlen, seqlen), heads, dims, batch=16384 // seqlen, causal=causal)
 
 
 # The grid of the FlashAttention-3 paper (§4.1): batch x seqlen = 16384 tokens, heads x head_dim =

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..figure import curves
+from ..figure import curves, pyplot
 from .training import Result
 
 
 def draw(results: tuple[Result, Result], memory: dict[str, dict[int, int]], path: Path) -> None:
     """memory: bytes by attention and sequence length. Writes a PNG."""
-    # Imported here: slow to import, and Agg must be set before anything could open a window.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, (loss_panel, memory_panel) = plt.subplots(1, 2, figsize=(11, 4.2))
     for result, style in zip(results, ("-", "--"), strict=True):
         loss_panel.plot(result.losses, style, label=f"{result.name}: {result.validation_loss:.4f}")
