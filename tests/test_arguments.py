@@ -27,7 +27,7 @@ from flashattn3 import (
 )
 from flashattn3.backends.device import describe_device
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.registry import TRITON
+from flashattn3.backends.registry import BACKENDS, TRITON
 from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import EIGHT_BIT, FP8
 from flashattn3.call.fields import Options, _warn_of_zero_scale
@@ -100,6 +100,21 @@ def test_a_length_that_is_too_small_never_leaves_the_tensors(max_seqlen, eight):
     assert data.shape == X.shape and descale.shape == (2, 2, -(-max_seqlen // 64))
     scaled = BlockScaled(data, descale, 64, cu_seqlens=RAGGED["cu_seqlens"])
     assert scaled.dequantize().shape == X.shape
+
+
+MISFITS = [
+    ({"q": HALF[:8, :, :0], "k": HALF[:8, :, :0]}, "q.shape[-1] must be at least 1, got 0"),
+    ({"k": HALF[:8, :0], "v": HALF[:8, :0]}, "k.shape[-2] must be at least 1 head, got 0"),
+    ({"q": normal(8, 3, 16).half()}, "q.shape[-2] must be a multiple of k's 2 heads, got 3"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), MISFITS, ids=[text for _, text in MISFITS])
+def test_tensors_that_do_not_fit_together_reach_no_backend(wrong, sentence, monkeypatch):
+    for backend in BACKENDS:
+        monkeypatch.setattr(type(backend), "prepare", lambda *_: pytest.fail("was reached"))
+    given = {name: x[None] for name, x in (dict.fromkeys("qkv", HALF[:8]) | wrong).items()}
+    assert sentence_of(flash_attn_func, **given) == f"flash_attn_func: {sentence}"
 
 
 WRONG_VALUES = [

@@ -27,6 +27,8 @@ if not (ROOT / "pyproject.toml").is_file():
 pytest.importorskip("setuptools", minversion="77", reason="builds the wheel without isolation")
 sys.path.insert(0, str(ROOT))  # an installed package does not bring the build along
 
+from support.checkout import copy_tracked
+
 from third_party import cutlass as cutlass_headers
 
 
@@ -34,7 +36,7 @@ from third_party import cutlass as cutlass_headers
 def sdist(tmp_path_factory) -> Path:
     """The archive, made from a copy of the checkout, so that nothing is left behind there."""
     copy, target = tmp_path_factory.mktemp("checkout") / "copy", tmp_path_factory.mktemp("sdist")
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_TRACKED))
+    copy_tracked(ROOT, copy)
     done = build(copy, target, "build_sdist")
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = target.glob("*.tar.gz")
@@ -47,20 +49,6 @@ def source(sdist, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     shutil.unpack_archive(sdist, folder)
     return folder / sdist.name.removesuffix(".tar.gz")
-
-
-NOT_TRACKED = (
-    ".git",
-    "build",
-    "dist",
-    "out",
-    "*.egg-info",
-    "_lib",
-    "*.so",
-    ".venv*",
-    "__pycache__",
-    ".*cache*",
-)
 
 
 def build(

@@ -1,4 +1,5 @@
-"""Every number in the tables of docs/performance.md is in benchmarks/results."""
+"""Every number in the tables of docs/performance.md, and every speed in README, is in
+benchmarks/results."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md
 if not (RESULTS.is_dir() and PAGE.is_file()):
     pytest.skip("needs a source checkout", allow_module_level=True)
 SHOWN = {
-    "flashattn3": "flashattn3",
     "flashattn3 bf16": "flashattn3",
     "FlashAttention-2": "fa2",
     "cuDNN": "cudnn",
@@ -23,8 +23,7 @@ SHOWN = {
     "FP8 e4m3": "fp8 e4m3",
     "quantize + int8": "quantize+int8",
     "quantize + e4m3": "quantize+e4m3",
-    "read": "read",
-}
+}  # others: as in the results
 
 
 def records(path: str) -> list[dict]:
@@ -88,7 +87,7 @@ def test_a_table_of_providers(section, path, value, direction):
     for name, provider, *cells in rows:
         case = name or case
         for column, cell in zip(head[2:], cells, strict=True):
-            measured = found[QUANTIZED.get(case, case), SHOWN[provider], column]
+            measured = found[QUANTIZED.get(case, case), SHOWN.get(provider, provider), column]
             assert int(cell) == round(measured), (section, case, provider, column, measured)
 
 
@@ -136,24 +135,19 @@ def test_the_table_of_shapes_of_models():
             assert cell == ("" if ratio is None else f"{ratio:.2f}"), (case, direction, other)
 
 
-def test_the_table_of_varlen_batches():
+def test_the_tables_of_varlen_batches():
+    """Of all heads, and of grouped queries, with kernels that do not divide the work too."""
+    found, undivided = (
+        speed_ratios(f"h100-backward/{name}.jsonl", "flashattn3", "dense", "bwd")
+        for name in ("varlen", "varlen-undivided")
+    )
     (_, *columns), *rows = TABLES["Hopper backward"][5]
-    found = speed_ratios("h100-backward/varlen.jsonl", "flashattn3", "dense", "bwd")
     for case, *cells in rows:
-        for column, cell in zip(columns, cells, strict=True):
-            assert cell == f"{found[f'{case} {column}', '']:.2f}"
-
-
-def test_the_table_of_varlen_batches_with_grouped_queries():
+        assert cells == [f"{found[f'{case} {column}', '']:.2f}" for column in columns]
     _, *rows = TABLES["Hopper backward"][6]
-    names = "varlen", "varlen-undivided"
-    found = [
-        speed_ratios(f"h100-backward/{name}.jsonl", "flashattn3", "dense", "bwd") for name in names
-    ]
-    grouped = [case for case, _ in found[0] if "heads" in case]
-    assert [case for case, *_ in rows] == grouped
+    assert [case for case, *_ in rows] == [case for case, _ in found if "heads" in case]
     for case, *cells in rows:
-        assert cells == [f"{ratios[case, '']:.2f}" for ratios in found]
+        assert cells == [f"{ratios[case, '']:.2f}" for ratios in (found, undivided)]
 
 
 def test_the_table_of_cached_calls():
@@ -161,7 +155,7 @@ def test_the_table_of_cached_calls():
     found = numbers("h100/decode.jsonl", "median_ms")
     for case, *cells in rows:
         for provider, cell in zip(providers, cells, strict=True):
-            measured = found.get((case, SHOWN[provider], ""))
+            measured = found.get((case, SHOWN.get(provider, provider), ""))
             assert bool(cell) == (measured is not None), (case, provider)
             if cell:
                 assert cell == f"{1000 * measured:.{1 if '.' in cell else 0}f}", (case, provider)
@@ -223,15 +217,32 @@ def test_the_summary_has_the_geometric_means(row):
     kernel, _, *cells = row
     folder, direction = SUMMARY[kernel]
     for baseline, cell in zip(("cudnn", "fa2"), cells, strict=True):
-        if not cell:
-            continue
-        ratios = [
-            r["speed_ratio"][baseline]
-            for r in records(f"{folder}/grid.jsonl")
-            if r["provider"] == "flashattn3" and r["direction"] == direction
-        ]
-        decimals = len(cell.partition(".")[2])
-        assert cell == f"{statistics.geometric_mean(ratios):.{decimals}f}", (kernel, baseline)
+        if cell:
+            decimals = len(cell.partition(".")[2])
+            measured = mean_of_grid(folder, direction, baseline)
+            assert cell == f"{measured:.{decimals}f}", (kernel, baseline)
+
+
+def mean_of_grid(folder: str, direction: str, baseline: str) -> float:
+    ratios = speed_ratios(f"{folder}/grid.jsonl", "flashattn3", baseline, direction)
+    return statistics.geometric_mean(ratios.values())
+
+
+def test_the_speeds_of_the_readme():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    speed = r"forward runs at ([\d.]+) times the speed of cuDNN and ([\d.]+) times that of "
+    speed += r"FlashAttention-2, the backward at ([\d.]+) and ([\d.]+) times"
+    triton = r"reach ([\d.]+) of FlashAttention-2 forward and ([\d.]+) backward"
+    claimed = [float(x) for pattern in (speed, triton) for x in re.search(pattern, text).groups()]
+    measured = [
+        mean_of_grid("h100", "fwd", "cudnn"),
+        mean_of_grid("h100", "fwd", "fa2"),
+        mean_of_grid("h100-backward", "bwd", "cudnn"),
+        mean_of_grid("h100-backward", "bwd", "fa2"),
+        mean_of_grid("h100-sm80", "fwd", "fa2"),
+        mean_of_grid("h100-sm80-backward", "bwd", "fa2"),
+    ]
+    assert claimed == [round(x, 2) for x in measured]
 
 
 LADDER = {

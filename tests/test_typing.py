@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from support.checkout import copy_tracked
 
 sys.path.insert(0, str(ROOT / ".ci"))
 import stubs
@@ -64,12 +64,6 @@ def test_the_stubs_are_those_of_the_sources():
         assert path.read_text() == text, f"{path.name}: python .ci/stubs.py writes it anew"
 
 
-NOT_TRACKED = shutil.ignore_patterns(
-    *(".git", ".venv*", "build", "out", "site", "benchmarks", "*.egg-info", "*.so", "_lib"),
-    *("__pycache__", ".*cache*"),
-)
-
-
 @pytest.fixture(scope="module", params=["copied", "editable"])
 def python(request, tmp_path_factory) -> Path:
     """One of an environment where the package is installed, beside the packages of this one."""
@@ -81,10 +75,10 @@ def python(request, tmp_path_factory) -> Path:
     site = Path(asked.stdout.strip())
     (site / "beside.pth").write_text(sysconfig.get_path("purelib"))
     if request.param == "copied":
-        shutil.copytree(ROOT / "flashattn3", site / "flashattn3", ignore=NOT_TRACKED)
+        copy_tracked(ROOT / "flashattn3", site / "flashattn3")
         return python
     checkout = tmp_path_factory.mktemp("checkout") / "copy"
-    shutil.copytree(ROOT, checkout, ignore=NOT_TRACKED)
+    copy_tracked(ROOT, checkout)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     options = ["--no-build-isolation", "--no-deps", "--editable", str(checkout)]
     variables = os.environ | {"FLASHATTN3_BUILD": "python"}

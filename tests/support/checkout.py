@@ -13,6 +13,9 @@ sys.path.insert(0, str(ROOT))  # an installed package does not bring the build a
 
 from build_support.toolchain import BuildError, find_toolchain
 
+# Folders and files of a checkout that git does not track.
+UNTRACKED = (".git", ".venv*", "build", "dist", "out", "site", "*.egg-info", "*.so", "_lib")
+UNTRACKED += ("__pycache__", ".*cache*")
 SOURCES = ("flashattn3", "build_support", "third_party", "csrc")
 
 
@@ -23,7 +26,10 @@ def checkout_to_build_in(factory: pytest.TempPathFactory, *more: str) -> Path:
     except BuildError as error:
         pytest.skip(str(error).replace("\n", " "))
     copy = factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_lib")
     for name in (*SOURCES, *more):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+        copy_tracked(ROOT / name, copy / name)
     return copy
+
+
+def copy_tracked(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*UNTRACKED))
