@@ -105,18 +105,9 @@ def yunchang(like: Tensor) -> Found:
 
     def forward(q, k, v, causal):
         block_out, block_lse, _, _ = _flash_attn_forward(
-            q,
-            k,
-            v,
-            dropout_p=0.0,
-            softmax_scale=SCALE,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            return_softmax=False,
-        )
+            q, k, v, dropout_p=0.0, softmax_scale=SCALE, causal=causal, window_size_left=-1,
+            window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
         return block_out, block_lse
 
     def backward(dout, q, k, v, out, lse, buffers, causal):
@@ -138,41 +129,21 @@ def yunchang_hopper(like: Tensor) -> Found:
         *("leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale"),
         *("v_descale", "scheduler_metadata", "pack_gqa"),
     )
+    shared = {"softmax_scale": SCALE, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
     q, k, v, dout = problem(like, 2, 64)
     out, softmax_lse, *_ = flash_attn_forward_hopper(
-        q=q,
-        k=k,
-        v=v,
-        **dict.fromkeys(nothing),
-        softmax_scale=SCALE,
-        causal=False,
-        window_size=(-1, -1),
-        attention_chunk=0,
-        softcap=0.0,
-        rotary_interleaved=True,
-        num_splits=0,
-        sm_margin=0,
-    )
-    gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
+        q=q, k=k, v=v, **dict.fromkeys(nothing), **shared, attention_chunk=0,
+        rotary_interleaved=True, num_splits=0, sm_margin=0,
+    )  # fmt: skip
+    buffers = {"dq": q, "dk": k, "dv": v}
+    gradients = {name: torch.full_like(x, math.nan) for name, x in buffers.items()}
+    nothing = "cu_seqlens_q", "cu_seqlens_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k"
     flash_attn_func_hopper_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "sequed_q", "sequed_k")),
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k")),
-        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
-        softmax_scale=SCALE,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        deterministic=False,
-        sm_margin=0,
-    )
+        dout, q, k, v, out, softmax_lse, **dict.fromkeys(nothing), **gradients, **shared,
+        deterministic=False, sm_margin=0,
+    )  # fmt: skip
     wanted, of = with_gradients(partial(exact, causal=False), q, k, v, dout)
-    yield from compare("yunchang, FlashAttention-3", (out, *gradients), (wanted, *of))
+    yield from compare("yunchang, FlashAttention-3", (out, *gradients.values()), (wanted, *of))
     yield "yunchang, flash3_attn_func", flash3_attn_func(q, k, v, SCALE), wanted
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 import sys
+from types import ModuleType
 
 import flash_attn_callers
 import pytest
 import torch
 from helpers import run_python
 
+import flashattn3
 from flashattn3 import UnsupportedError
 from flashattn3 import flash_attn_func as own_func
 from flashattn3.integrations.flash_attn_2 import install_as_flash_attn_2
@@ -50,7 +53,64 @@ def _installed():
     install_as_flash_attn_2()
     install_as_flash_attn_3()
     yield
+    _remove()
+
+
+def _remove():
     for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
+        del sys.modules[name]
+
+
+def test_the_names_are_this_package():
+    install_as_flash_attn_2()  # a second time, as the fixture has done it
+    install_as_flash_attn_3()
+    import flash_attn_interface
+
+    nested = importlib.import_module("flash_attn_3.flash_attn_interface")
+    for name in (
+        *("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_combine"),
+        "get_scheduler_metadata",
+    ):
+        assert getattr(flash_attn_interface, name) is getattr(nested, name)
+        assert getattr(nested, name) is getattr(flashattn3, name)
+    assert flash_attn_interface._flash_attn_forward is nested._flash_attn_forward
+    assert importlib.util.find_spec("flash_attn_interface").origin == "flashattn3"
+    q, cache = torch.randn(1, 5, 2, 8), torch.randn(1, 9, 2, 8)
+    out, lse = nested.flash_attn_func(q, q, q, causal=True, return_attn_probs=True)
+    assert out.shape == q.shape and lse.shape == (1, 2, 5)
+    lengths = torch.tensor([7], dtype=torch.int32)
+    given = {"cache_seqlens": lengths, "causal": True}
+    out = nested.flash_attn_with_kvcache(q[:, -1:], cache, cache, **given)
+    torch.testing.assert_close(out, own_func(q[:, -1:], cache[:, :7], cache[:, :7]))
+    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
+        importlib.import_module("flash_attn.losses")
+    for name in ("flash-attn-3", "flash_attn_3", "flash-attn", "flash_attn"):
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.distribution(name)
+
+
+@pytest.mark.parametrize("is_a_file", [True, False], ids=["a file", "a module without a spec"])
+@pytest.mark.parametrize(
+    ("name", "install"),
+    [
+        ("flash_attn_interface", install_as_flash_attn_3),
+        ("flash_attn_3", install_as_flash_attn_3),
+        ("flash_attn", install_as_flash_attn_2),
+    ],
+)
+def test_refused_where_the_real_package_is(name, install, is_a_file, tmp_path, monkeypatch):
+    _remove()
+    found = name
+    if is_a_file:
+        (tmp_path / f"{name}.py").write_text("real = True\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        found = f"{name} at {tmp_path}"
+    else:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    with pytest.raises(UnsupportedError, match=f"{name} must not be installed, got {found}"):
+        install()
+    if is_a_file:
+        assert importlib.import_module(name).real
         del sys.modules[name]
 
 
@@ -107,21 +167,14 @@ def test_packed_calls_return_three_values_too():
 
     qkv, kv = torch.randn(2, 5, 3, 2, 8), torch.randn(2, 5, 2, 2, 8)
     q, k, v = qkv.unbind(2)
-    edges = torch.tensor([0, 5, 10], dtype=torch.int32)
-    for found, keys in (
-        (flash_attn.flash_attn_qkvpacked_func(qkv, 0.0, 0.3, True, return_attn_probs=True), (k, v)),
-        (
-            flash_attn.flash_attn_kvpacked_func(q, kv, 0.0, 0.3, True, return_attn_probs=True),
-            kv.unbind(2),
-        ),
-        (
-            flash_attn.flash_attn_varlen_qkvpacked_func(
-                qkv.flatten(0, 1), edges, 5, 0.0, 0.3, True, return_attn_probs=True
-            ),
-            (k, v),
-        ),
+    edges, options = torch.tensor([0, 5, 10], dtype=torch.int32), (0.0, 0.3, True)
+    for name, given, keys in (
+        ("flash_attn_qkvpacked_func", (qkv,), (k, v)),
+        ("flash_attn_kvpacked_func", (q, kv), kv.unbind(2)),
+        ("flash_attn_varlen_qkvpacked_func", (qkv.flatten(0, 1), edges, 5), (k, v)),
     ):
-        out, lse, probabilities = found
+        call = getattr(flash_attn, name)
+        out, lse, probabilities = call(*given, *options, return_attn_probs=True)
         wanted, of = own_func(q, *keys, 0.3, True, return_lse=True)
         torch.testing.assert_close(out.view(q.shape), wanted)
         assert lse.numel() == of.numel() and probabilities is None
