@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -64,28 +63,23 @@ both = pytest.mark.parametrize("call", [dense, varlen])
 
 
 @both
-def test_func_grad_and_vjp(call):
+def test_torch_func(call):
+    """grad, vjp, jacrev, and vmap over gradients."""
     tensors = operands(call)
     wanted = wanted_gradients(call, tensors)
-    found = torch.func.grad(loss(call), argnums=(0, 1, 2))(*tensors)
-    torch.testing.assert_close(found, wanted)
+    gradients = torch.func.grad(loss(call), argnums=(0, 1, 2))
+    torch.testing.assert_close(gradients(*tensors), wanted)
     value, pullback = torch.func.vjp(loss(call), *tensors)
     torch.testing.assert_close(pullback(torch.ones_like(value)), wanted)
 
+    def out_of(q):
+        return call(q, *tensors[1:])[0]
 
-@both
-def test_jacrev(call):
-    tensors = operands(call)
-    wanted = torch.autograd.functional.jacobian(lambda q: call(q, *tensors[1:])[0], tensors[0])
-    found = torch.func.jacrev(lambda q: call(q, *tensors[1:])[0])(tensors[0])
-    torch.testing.assert_close(found, wanted)
-
-
-@both
-def test_vmap_of_gradients(call):
+    wanted = torch.autograd.functional.jacobian(out_of, tensors[0])
+    torch.testing.assert_close(torch.func.jacrev(out_of)(tensors[0]), wanted)
     tensors = operands(call, lead=(3,))
-    found = torch.func.vmap(torch.func.grad(loss(call), argnums=(0, 1, 2)))(*tensors)
     wanted = [wanted_gradients(call, entry) for entry in zip(*tensors, strict=True)]
+    found = torch.func.vmap(gradients)(*tensors)
     torch.testing.assert_close(found, tuple(map(torch.stack, zip(*wanted, strict=True))))
 
 
@@ -153,39 +147,29 @@ def test_forward_mode_is_refused_and_never_zero(argument, requires_grad):
         assert dense(*operands(dense))[0].any()
 
 
-def attend_to_cache(q, k):
-    return flash_attn_with_kvcache(q, k, k)
+CACHE = normal(2, 8, 2, 16, dtype=torch.float16)
+# Functions of one tensor (2, 8, 2, 16) that have no tangents.
+WITHOUT_TANGENTS = {
+    "cached": lambda x: flash_attn_with_kvcache(x, CACHE, CACHE),
+    "append": lambda x: append_kvcache(x, x, CACHE.clone(), CACHE.clone(), cache_seqlens=0),
+    "combine": lambda x: flash_attn_combine(x[None].float(), x[None, ..., 0].float()),
+    "8 bits": lambda x: flash_attn_fp8_func(x, x, x),
+    "quantize": lambda x: quantize_block_fp8(x).data.float(),
+}
 
 
-def append(k, cache):
-    return append_kvcache(k, k, cache.clone(), cache.clone(), cache_seqlens=2)
-
-
-def combine(out, _):
-    return flash_attn_combine(out, out[..., 0])[0]
-
-
-@pytest.mark.parametrize("function", [attend_to_cache, append, combine])
-def test_cached_calls_refuse_tangents(function):
-    x, cache = normal(2, 3, 2, 16), normal(2, 8, 2, 16)
+@pytest.mark.parametrize("name", WITHOUT_TANGENTS)
+def test_cached_calls_and_8_bits_refuse_tangents(name):
+    function, x = WITHOUT_TANGENTS[name], CACHE * 2
     with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
-        torch.func.jvp(lambda x: function(x, cache), (x,), (x,))
+        torch.func.jvp(function, (x,), (x,))
     with forward_ad.dual_level():
-        function(x, cache)
+        function(x)
         with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
-            function(forward_ad.make_dual(x, x), cache)
-
-
-@pytest.mark.parametrize("function", [flash_attn_fp8_func, lambda x, *_: quantize_block_fp8(x)])
-def test_8_bits_refuse_tangents_and_gradients(function):
-    x = normal(1, 8, 2, 16).half()
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, x)
-        with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
-            function(dual, dual, dual)
-        function(x, x, x)
-    with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
-        torch.func.grad(lambda x: function(x, x, x).data.float().sum())(x)
+            function(forward_ad.make_dual(x, x))
+    if name in ("8 bits", "quantize"):
+        with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
+            torch.func.grad(lambda x: function(x).float().sum())(x)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -210,27 +194,6 @@ def test_tensors_without_data_give_results_without_data(requires_grad):
         assert flash_attn_fp8_func(half, half, half).is_meta
 
 
-def test_a_distributed_tensor_is_refused_by_name():
-    code = """
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-import flashattn3
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-x = distribute_tensor(torch.randn(2, 8, 2, 16), mesh, [Shard(0)])
-try:
-    flashattn3.flash_attn_func(x, x, x)
-except TypeError as error:
-    print(error)
-q = x.to_local()
-print(flashattn3.flash_attn_func(q, q, q).shape[0])"""
-    refused, local = run_python(code).splitlines()
-    assert refused.startswith("flash_attn_func: q must be a local tensor (torch.distributed.")
-    assert local == "1"
-
-
 @pytest.mark.parametrize("head_dim", [1, 16, 64, 128, 256, 1024])
 def test_the_signs_are_those_of_torchs_generator(head_dim):
     """Quantized bytes of earlier versions stay what they are."""
@@ -239,47 +202,42 @@ def test_the_signs_are_those_of_torchs_generator(head_dim):
     assert torch.equal(signs(head_dim, torch.device("cpu")), wanted)
 
 
-def first_calls():
-    """Calls that make the signs under a mode, none of which may keep its tensors."""
-    x = normal(1, 8, 2, 16).half()
-
-    def rotated(x):
-        return quantize_block_fp8(x, hadamard=True).dequantize()
-
-    def under_fake_tensors():
-        with FakeTensorMode() as mode:
-            y = mode.from_tensor(x)
-            return flash_attn_fp8_func(y, y, y)
-
-    def under_default_device():
-        with torch.device("meta"):
-            return rotated(x)
-
-    def under_inference():
-        with torch.inference_mode():
-            return rotated(x)
-
-    return {
-        "fake": under_fake_tensors,
-        "default device": under_default_device,
-        "inference": under_inference,
-        "make_fx": lambda: make_fx(rotated, tracing_mode="fake")(x),
-        "vmap": lambda: torch.func.vmap(rotated)(torch.stack((x, x))),
-        "export": lambda: torch.export.export(Rotated(), (x,), strict=False),
-    }
-
-
 class Rotated(torch.nn.Module):
     def forward(self, x):
         return quantize_block_fp8(x, hadamard=True).dequantize()
 
 
-@pytest.mark.parametrize("first", first_calls())
+rotated = Rotated()
+
+
+def under_fake_tensors(x):
+    with FakeTensorMode() as mode:
+        y = mode.from_tensor(x)
+        return flash_attn_fp8_func(y, y, y)
+
+
+def under_default_device(x):
+    with torch.device("meta"):
+        return rotated(x)
+
+
+# Calls that make the signs under a mode, none of which may keep its tensors.
+FIRST_CALLS = {
+    "fake": under_fake_tensors,
+    "default device": under_default_device,
+    "inference": torch.inference_mode()(rotated.forward),
+    "make_fx": lambda x: make_fx(rotated, tracing_mode="fake")(x),
+    "vmap": lambda x: torch.func.vmap(rotated)(torch.stack((x, x))),
+    "export": lambda x: torch.export.export(rotated, (x,), strict=False),
+}
+
+
+@pytest.mark.parametrize("first", FIRST_CALLS)
 def test_the_signs_outlive_every_mode(first):
     x = normal(1, 8, 2, 16).half()
     wanted = flash_attn_fp8_func(x, x, x)
     _kept.clear()
-    first_calls()[first]()
+    FIRST_CALLS[first](x)
     assert torch.equal(flash_attn_fp8_func(x, x, x), wanted)
     weight = torch.ones(1, requires_grad=True)
     (signs(16, x.device) * weight).sum().backward()  # no inference tensor
