@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,18 +11,8 @@ import torch
 import flashattn3
 from flashattn3 import (
     UnsupportedError,
-    explain,
-    explain_with_kvcache,
     flash_attn_backward,
-    flash_attn_forward,
-    flash_attn_fp8_func,
     flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_fp8_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     use_backend,
 )
@@ -32,49 +23,42 @@ EDGES = torch.tensor([0, 6, 12], dtype=torch.int32)
 TABLE = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32)
 VARLEN = EDGES, EDGES, 6, 6
 CALLS = {
-    flash_attn_func: (X, X, X),
-    flash_attn_forward: (X, X, X),
-    flash_attn_backward: (X, X, X, X, X, X[..., 0].mT),
-    flash_attn_varlen_func: (ROWS, ROWS, ROWS, *VARLEN),
-    flash_attn_qkvpacked_func: (torch.stack((X, X, X), 2),),
-    flash_attn_kvpacked_func: (X, torch.stack((X, X), 2)),
-    flash_attn_varlen_qkvpacked_func: (torch.stack((ROWS, ROWS, ROWS), 1), EDGES, 6),
-    flash_attn_varlen_kvpacked_func: (ROWS, torch.stack((ROWS, ROWS), 1), *VARLEN),
-    flash_attn_fp8_func: (HALF, HALF, HALF),
-    flash_attn_varlen_fp8_func: (*[ROWS.half()] * 3, *VARLEN),
-    flash_attn_with_kvcache: (X, X, X),
-    explain: (X, X, X),
-    explain_with_kvcache: (X, X, X),
+    "flash_attn_func": (X, X, X),
+    "flash_attn_forward": (X, X, X),
+    "flash_attn_backward": (X, X, X, X, X, X[..., 0].mT),
+    "flash_attn_varlen_func": (ROWS, ROWS, ROWS, *VARLEN),
+    "flash_attn_qkvpacked_func": (torch.stack((X, X, X), 2),),
+    "flash_attn_kvpacked_func": (X, torch.stack((X, X), 2)),
+    "flash_attn_varlen_qkvpacked_func": (torch.stack((ROWS, ROWS, ROWS), 1), EDGES, 6),
+    "flash_attn_varlen_kvpacked_func": (ROWS, torch.stack((ROWS, ROWS), 1), *VARLEN),
+    "flash_attn_fp8_func": (HALF, HALF, HALF),
+    "flash_attn_varlen_fp8_func": (*[ROWS.half()] * 3, *VARLEN),
+    "flash_attn_with_kvcache": (X, X, X),
+    "explain": (X, X, X),
+    "explain_with_kvcache": (X, X, X),
 }
-by_name = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 TORCH = "the name in torch's scaled_dot_product_attention"
-SDPA = "torch.nn.functional.scaled_dot_product_attention"
-REFUSED = {
-    "dropout": (
-        {"dropout_p": 0.1},
-        UnsupportedError,
-        f"dropout_p must be 0, got 0.1 (float): {SDPA} drops probabilities",
-    ),
-    "dropout's type": ({"dropout_p": None}, TypeError, "dropout_p must be a float, got None"),
-    "scale": ({"scale": 0.1}, TypeError, f"scale must be given as softmax_scale, got {TORCH}"),
-    "is_causal": (
+DROPS = "torch.nn.functional.scaled_dot_product_attention drops probabilities"
+REFUSED = (
+    ({"dropout_p": 0.1}, UnsupportedError, f"must be 0, got 0.1 (float): {DROPS}"),
+    ({"dropout_p": None}, TypeError, "must be a float, got None"),
+    ({"scale": 0.1}, TypeError, f"must be given as softmax_scale, got {TORCH}"),
+    (
         {"is_causal": False},
         TypeError,
-        f"is_causal must be given as causal, which is aligned to the bottom right, got {TORCH}",
+        f"must be given as causal, which is aligned to the bottom right, got {TORCH}",
     ),
-    "attn_mask": (
+    (
         {"attn_mask": None},
         TypeError,
-        "attn_mask must be given as mask (flashattn3.masks), bias, causal or window_size, "
-        f"got {TORCH}",
+        f"must be given as mask (flashattn3.masks), bias, causal or window_size, got {TORCH}",
     ),
-    "enable_gqa": (
+    (
         {"enable_gqa": True},
         TypeError,
-        "enable_gqa must be left out: k and v may have fewer heads than q in every call, "
-        f"got {TORCH}",
+        f"must be left out: k and v may have fewer heads than q in every call, got {TORCH}",
     ),
-}
+)
 
 
 def same(found, wanted) -> bool:
@@ -85,28 +69,32 @@ def same(found, wanted) -> bool:
 
 def test_every_attention_function_is_in_the_table():
     attention = {name for name in flashattn3.__all__ if name.startswith(("flash_attn", "explain"))}
-    assert {call.__name__ for call in CALLS} == attention - {"flash_attn_combine"}
+    assert CALLS.keys() == attention - {"flash_attn_combine"}
 
 
-@by_name
-def test_neutral_values_of_flash_attention_2_change_nothing(call):
+@pytest.mark.parametrize("name", CALLS)
+def test_neutral_values_of_flash_attention_2_change_nothing(name):
     neutral = {"dropout_p": 0.0, "alibi_slopes": None, "block_table": None}
+    call = partial(getattr(flashattn3, name), *CALLS[name])
     with use_backend("reference"):
-        assert same(call(*CALLS[call], **neutral), call(*CALLS[call]))
+        assert same(call(**neutral), call())
 
 
-@by_name
-def test_other_keywords_get_one_sentence(call):
-    function = call.__name__.replace("explain_with_kvcache", "flash_attn_with_kvcache")
-    for given, kind, sentence in REFUSED.values():
-        with pytest.raises(kind, match=re.escape(f"{function}: {sentence}") + "$") as caught:
-            call(*CALLS[call], **given)
+@pytest.mark.parametrize("name", CALLS)
+def test_other_keywords_get_one_sentence(name):
+    call = partial(getattr(flashattn3, name), *CALLS[name])
+    function = name.replace("explain_with_kvcache", "flash_attn_with_kvcache")
+    for given, kind, sentence in REFUSED:
+        (keyword,) = given
+        message = re.escape(f"{function}: {keyword} {sentence}")
+        with pytest.raises(kind, match=message + "$") as caught:
+            call(**given)
         assert type(caught.value) is kind
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'cousal'"):
-        call(*CALLS[call], cousal=True)
+        call(cousal=True)
     if "kvcache" not in function:
         with pytest.raises(UnsupportedError, match="flash_attn_with_kvcache reads keys in pages"):
-            call(*CALLS[call], block_table=TABLE)
+            call(block_table=TABLE)
 
 
 def test_what_some_functions_lack_is_taken_at_its_neutral_value():
@@ -119,7 +107,7 @@ def test_what_some_functions_lack_is_taken_at_its_neutral_value():
         with pytest.raises(ValueError, match=f"{message} .*, got {kind}"):
             flash_attn_with_kvcache(X, X, X, **{name: value})
     with pytest.raises(ValueError, match="flash_attn_backward: return_max_logit must be False"):
-        flash_attn_backward(*CALLS[flash_attn_backward], return_max_logit=True)
+        flash_attn_backward(*CALLS["flash_attn_backward"], return_max_logit=True)
 
 
 def test_block_table_names_the_page_table_of_a_cached_call():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,45 +25,36 @@ from flashattn3.run import cached_plans, operator_rules
 
 
 def flops(function, *tensors, **options):
+    """Of the forward and of the backward, in units of 2: a multiplication and an addition."""
     register_flop_formulas()
-    leaves = [
-        x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-        for x in tensors
-    ]
+    leaves = [x.requires_grad_() if x.is_floating_point() else x for x in tensors]
     with FlopCounterMode(display=False) as forward:
         out = function(*leaves, **options)
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
-    return forward.get_total_flops(), backward.get_total_flops()
+    return forward.get_total_flops() / 2, backward.get_total_flops() / 2
 
 
 @pytest.mark.parametrize("heads_kv", [1, 4])
 def test_flops_are_those_of_torch_s_attention(heads_kv):
     """2 GEMMs forward, 5 backward, of all scores, masked or not."""
-    q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 12, heads_kv, 16)
-    v = torch.randn(2, 12, heads_kv, 16)
+    q, (k, v) = torch.randn(2, 8, 4, 16), torch.randn(2, 2, 12, heads_kv, 16)
     scores = 2 * 4 * 8 * 12
     found = flops(flash_attn_func, q, k, v, causal=True)
-    assert found == (2 * 2 * scores * 16, 5 * 2 * scores * 16)
+    assert found == (2 * scores * 16, 5 * scores * 16)
     wanted = torch.utils.flop_counter.sdpa_flop_count((2, 4, 8, 16), (2, 4, 12, 16), (2, 4, 12, 16))
-    assert found[0] == wanted
+    assert 2 * found[0] == wanted
 
 
-def test_flops_with_another_head_dim_of_v():
-    q, k, v = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 32)
-    scores = 2 * 8 * 8
-    assert flops(flash_attn_func, q, k, v) == (
-        2 * scores * (16 + 32),
-        2 * scores * (3 * 16 + 2 * 32),
-    )
-
-
-def test_flops_of_sequences():
-    q, k, v = torch.randn(10, 2, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
-    edges = torch.tensor([0, 3, 10], dtype=torch.int32), torch.tensor([0, 8, 12], dtype=torch.int32)
-    forward, backward = flops(flash_attn_varlen_func, q, k, v, *edges, 7, 8)
+def test_flops_with_another_head_dim_of_v_and_of_sequences():
+    (q, k), v, scores = torch.randn(2, 1, 8, 2, 16), torch.randn(1, 8, 2, 32), 2 * 8 * 8
+    found = flops(flash_attn_func, q, k, v)
+    assert found == (scores * (16 + 32), scores * (3 * 16 + 2 * 32))
+    q, (k, v) = torch.randn(10, 2, 16), torch.randn(2, 12, 2, 16)
+    edges = torch.tensor([[0, 3, 10], [0, 8, 12]], dtype=torch.int32)
+    found = flops(partial(flash_attn_varlen_func, max_seqlen_q=7, max_seqlen_k=8), q, k, v, *edges)
     scores = 2 * (3 * 8 + 7 * 4)
-    assert (forward, backward) == (2 * 2 * scores * 16, 5 * 2 * scores * 16)
+    assert found == (2 * scores * 16, 5 * scores * 16)
 
 
 X, EDGES = torch.randn(1, 8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
@@ -100,16 +92,11 @@ def test_the_profiler_shows_function_and_backend(call):
 
 
 def test_the_profiler_shows_the_kernel():
-    described = {
-        "kernel config": "forward_bf16_d128",
-        "tile": "64",
-        "gradient": "backward_bf16_d128",
-    }
-    of_triton = {"tile": "128 rows x 32 keys"}
+    of_hopper = {"kernel config": "forward_bf16", "tile": "64", "gradient": "backward_bf16"}
     for kernel, of, wanted in (
-        ("kernel config", described, "forward_bf16_d128"),
-        ("gradient", described, "backward_bf16_d128"),
-        ("kernel config", of_triton, "128 rows x 32 keys"),
+        ("kernel config", of_hopper, "forward_bf16"),
+        ("gradient", of_hopper, "backward_bf16"),
+        ("kernel config", {"tile": "128 rows x 32 keys"}, "128 rows x 32 keys"),
     ):
         planned = plan(backend="one")
         planned.launch = SimpleNamespace(describe=lambda of=of: of)
@@ -133,13 +120,10 @@ def test_one_warning_where_a_gpu_call_lands_on_reference(monkeypatch):
     monkeypatch.setattr(operator_rules, "_told", [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        operator_rules.warn_of_reference(plan(kind="cpu"))
-        operator_rules.warn_of_reference(plan(backend="triton"))
-        operator_rules.warn_of_reference(plan(asked="reference"))
-    with pytest.warns(UserWarning, match=r"reference backend, slowly \(triton: does not take fl"):
-        operator_rules.warn_of_reference(plan())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        for of in ({"kind": "cpu"}, {"backend": "triton"}, {"asked": "reference"}):
+            operator_rules.warn_of_reference(plan(**of))
+        with pytest.warns(UserWarning, match=r"reference backend, slowly \(triton: does not take"):
+            operator_rules.warn_of_reference(plan())
         operator_rules.warn_of_reference(plan())
 
 
