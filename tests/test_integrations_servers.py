@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -105,35 +105,17 @@ def test_what_only_a_fork_has_is_refused_by_name(changed, text, batch):
     assert text in str(raised.value)
 
 
-class StandInBackend(ABC):
-    @staticmethod
-    @abstractmethod
-    def get_name(): ...
-
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls(): ...
-
-    @staticmethod
-    @abstractmethod
-    def get_builder_cls(): ...
+def abstract(name: str, *methods: str) -> type:
+    """A class whose methods must be overridden, with an __init__ of any arguments."""
+    bodies = {method: abstractmethod(lambda *_: None) for method in methods}
+    return ABCMeta(name, (), {"__init__": lambda *_: None} | bodies)
 
 
-class StandInBuilder(ABC):
-    @abstractmethod
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        self.device = device
-
-    @abstractmethod
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
-
-
-class StandInImpl(ABC):
-    @abstractmethod
-    def __init__(self, *arguments): ...
-
-    @abstractmethod
-    def forward(self, *arguments): ...
+CLASSES = {
+    "AttentionBackend": abstract("Backend", "get_name", "get_impl_cls", "get_builder_cls"),
+    "AttentionMetadataBuilder": abstract("Builder", "__init__", "build"),
+    "AttentionImpl": abstract("Impl", "__init__", "forward"),
+}
 
 
 def put(monkeypatch, **modules: dict) -> None:
@@ -165,15 +147,10 @@ def vllm_registry(monkeypatch):
         "AttentionBackendEnum": SimpleNamespace(CUSTOM=custom),
         "register_backend": lambda backend, path: paths.update(CUSTOM=path),
     }
-    classes = {
-        "AttentionBackend": StandInBackend,
-        "AttentionMetadataBuilder": StandInBuilder,
-        "AttentionImpl": StandInImpl,
-    }
     put(
         monkeypatch,
         vllm={"__version__": "0.33.0", "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
-        vllm__v1={}, vllm__v1__attention={}, vllm__v1__attention__backend=classes,
+        vllm__v1={}, vllm__v1__attention={}, vllm__v1__attention__backend=CLASSES,
         vllm__v1__attention__backends={}, vllm__v1__attention__backends__registry=registry,
     )  # fmt: skip
     vllm.backend_class.cache_clear()
@@ -187,12 +164,9 @@ def test_a_layer_of_vllm(writes, vllm_registry, batch):
     backend = vllm_registry.AttentionBackendEnum.CUSTOM.get_class()
     assert backend.get_name() == "CUSTOM" and backend.supports_head_size(256)
     assert not backend.supports_head_size(512)
-    layer_names = ["layer"]
-    builder = backend.get_builder_cls()(None, layer_names, None, torch.device("cpu"))
-    shared = None if writes else "other"
-    impl = backend.get_impl_cls()(
-        HEADS, DIM, DIM**-0.5, HEADS_KV, kv_sharing_target_layer_name=shared
-    )
+    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+    sharing = {"kv_sharing_target_layer_name": None if writes else "other"}
+    impl = backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_KV, **sharing)
     # vLLM's cache: heads before tokens, K beside V.
     kv = torch.cat((batch.k, batch.v), -1).transpose(1, 2).contiguous()
     new = [torch.zeros(6, HEADS_KV, DIM) for _ in range(2)]
@@ -218,12 +192,13 @@ def test_a_layer_of_vllm(writes, vllm_registry, batch):
     torch.testing.assert_close(output[:6], batch.wanted)
     assert (output[6:] == 7).all() and not kv[batch.table[0, :1].long()].isnan().any()
     assert (impl.forward(None, padded, *new, kv, None, output) == 0).all()
-    with pytest.raises(UnsupportedError, match="alibi_slopes must be None"):
-        backend.get_impl_cls()(HEADS, DIM, 1.0, alibi_slopes=[1.0] * HEADS)
-    with pytest.raises(UnsupportedError, match="kv_cache_dtype must be one of auto"):
-        backend.get_impl_cls()(HEADS, DIM, 1.0, kv_cache_dtype="fp8")
-    with pytest.raises(UnsupportedError, match="attn_type must be 'decoder'"):
-        backend.get_impl_cls()(HEADS, DIM, 1.0, attn_type="encoder")
+    for refused, text in (
+        ({"alibi_slopes": [1.0] * HEADS}, "alibi_slopes must be None"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto"),
+        ({"attn_type": "encoder"}, "attn_type must be 'decoder'"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            backend.get_impl_cls()(HEADS, DIM, 1.0, **refused)
 
 
 def test_sglang_gets_our_functions(monkeypatch):
