@@ -26,46 +26,53 @@ from flashattn3.run.planner import choose
 B, SQ, H, HK, D, CAP, PAGE = 2, 3, 4, 2, 16, 32, 8
 
 
-def ints(*values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype)
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
-def call(**changes):
+def words(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def legal(of=torch.float32):
+    return {"q": torch.randn(B, SQ, H, D, dtype=of), **caches(of), "cache_seqlens": ints(5, 7)}
+
+
+def call(function=flash_attn_with_kvcache, **changes):
     """A legal call with changes; None leaves an argument out."""
-    of = changes.pop("dtype", torch.float32)
-    arguments = {
-        "q": torch.randn(B, SQ, H, D, dtype=of),
-        "k_cache": torch.randn(B, CAP, HK, D, dtype=of),
-        "v_cache": torch.randn(B, CAP, HK, D, dtype=of),
-        "cache_seqlens": ints(5, 7),
-        **changes,
-    }
-    arguments = {name: x for name, x in arguments.items() if x is not None}
-    return flash_attn_with_kvcache(**arguments)
+    arguments = {**legal(changes.pop("dtype", torch.float32)), **changes}
+    return function(**{name: x for name, x in arguments.items() if x is not None})
+
+
+def caches(dtype=torch.float32, lead=(B, CAP)):
+    return {f"{x}_cache": torch.randn(*lead, HK, D).to(dtype) for x in "kv"}
 
 
 def new(tokens=1, dtype=torch.float32):
-    return {name: torch.randn(B, tokens, HK, D, dtype=dtype) for name in ("k", "v")}
+    return {name: torch.randn(B, tokens, HK, D).to(dtype) for name in "kv"}
 
 
 def paged(**changes):
-    caches = {f"{x}_cache": torch.randn(9, PAGE, HK, D) for x in ("k", "v")}
-    return {**caches, "page_table": torch.arange(8, dtype=torch.int32).view(2, 4), **changes}
+    table = {"page_table": torch.arange(8, dtype=torch.int32).view(2, 4)}
+    return caches(lead=(9, PAGE)) | table | changes
 
 
-def tables(**changes):
-    return {f"rotary_{x}": torch.randn(64, D // 2) for x in ("cos", "sin")} | changes
+def prefix(**changes):
+    pages = {"prefix_page_table": ints(6, 7, 8)[None], "prefix_len": 20}
+    return paged(**pages) | changes
+
+
+def tree(tree_mask, **changes):
+    return {"tree_mask": tree_mask, "causal": True, **changes}
+
+
+def tables(columns=D // 2, **changes):
+    return {f"rotary_{x}": torch.randn(64, columns) for x in ("cos", "sin")} | changes
 
 
 RAGGED_Q = {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 2, 6)}
+HALF_Q = {"q": torch.randn(B, SQ, H, D).half()}
 FP8 = torch.float8_e4m3fn
-
-
-def caches(dtype, dtype_v=None):
-    return {
-        f"{name}_cache": torch.ones(B, CAP, HK, D).to(of)
-        for name, of in (("k", dtype), ("v", dtype_v or dtype))
-    }
 
 
 def text_of(value):
@@ -77,83 +84,38 @@ VALUE_ERRORS = [
     ({"k": new()["k"]}, "v must be a tensor"),
     ({"v": new()["v"]}, "k must be a tensor"),
     (tables(), "rotary_cos must be None without k and v"),
-    ({**new(), "rotary_cos": torch.randn(64, 8)}, "rotary_sin must be a tensor"),
-    ({**new(), **tables(rotary_sin=torch.randn(64, 7))}, "rotary_sin.shape must be"),
-    (
-        {**new(), "rotary_cos": torch.randn(64, 9), "rotary_sin": torch.randn(64, 9)},
-        "rotary_cos.shape[1] must be between 1 and 8",
-    ),
-    (
-        {**new(), **{name: x.half() for name, x in tables().items()}},
-        "rotary_cos.dtype must be one of",
-    ),
-    ({**new(), "cache_seqlens": None}, "cache_seqlens must be an int or an int32 tensor"),
+    (new() | {"rotary_cos": torch.randn(64, 8)}, "rotary_sin must be a tensor"),
+    (new() | tables(rotary_sin=torch.randn(64, 7)), "rotary_sin.shape must be"),
+    (new() | tables(9), "rotary_cos.shape[1] must be between 1 and 8"),
+    (new() | {"cache_seqlens": None}, "cache_seqlens must be an int or an int32 tensor"),
     ({"k": torch.randn(B, 1, 3, D), "v": torch.randn(B, 1, 3, D)}, "k.shape[-2:] must be"),
-    (new(dtype=torch.float16), "k.dtype must be torch.float32 as k_cache's, got torch.float16"),
     ({name: torch.randn(3, 1, HK, D) for name in "kv"}, "k.shape[0] must be 2 (q's batch), got 3"),
+    ({"out": torch.empty(1, SQ, H, D).expand(B, -1, -1, -1)}, "out.stride must be without a strid"),
     (
-        {name: x.to("meta") for name, x in new().items()},
-        "k.device must be cpu as k_cache's, got meta",
-    ),
-    (
-        {"out": torch.empty(1, SQ, H, D).expand(B, -1, -1, -1)},
-        "out.stride must be without a stride of 0",
-    ),
-    (
-        {**new(), "k_cache": torch.zeros(1, CAP, HK, D).expand(B, -1, -1, -1)},
+        new() | {"k_cache": torch.zeros(1, CAP, HK, D).expand(B, -1, -1, -1)},
         "k_cache.stride must be without a stride of 0: new tokens are written to it",
     ),
-    ({"k_cache": torch.randn(B, CAP, HK, D).half()}, "k_cache.dtype must be torch.float32"),
     ({"q": torch.ones(B, SQ, H, D).int()}, "q.dtype must be one of"),
     ({"q": torch.randn(B, H, D)}, "q.shape must be (batch, seqlen_q"),
     ({"q": torch.randn(B, SQ, 3, D)}, "q.shape[-2] must be a multiple of"),
     ({"q": torch.randn(B, SQ, H, 8)}, "k_cache.shape[-1] must be 8"),
     ({"v_cache": torch.randn(B, 9, HK, D)}, "v_cache.shape[:3] must be (2, 32, 2)"),
-    (
-        {"k_cache": torch.randn(3, CAP, HK, D), "v_cache": torch.randn(3, CAP, HK, D)},
-        "k_cache.shape[0] must be 2 (batch) without cache_batch_idx",
-    ),
-    ({"k_cache": torch.randn(B, CAP, HK, 2 * D)[..., ::2]}, "k_cache.stride(-1) must be 1"),
-    (
-        paged(page_table=torch.zeros(2, 4, dtype=torch.int64)),
-        "page_table.dtype must be torch.int32",
-    ),
+    (caches(lead=(3, CAP)), "k_cache.shape[0] must be 2 (batch) without cache_batch_idx"),
     (paged(page_table=ints(0, 1)), "page_table.shape must be two-"),
-    (paged(page_table=torch.zeros(3, 4, dtype=torch.int32)), "page_table.shape[0] must be 2"),
-    (
-        paged(page_table=torch.zeros(2, 8, dtype=torch.int32)[:, ::2]),
-        "page_table.stride(-1) must be 1",
-    ),
-    (
-        paged(page_table=torch.zeros(2, 4, dtype=torch.int32, device="meta")),
-        "page_table.device must be cpu",
-    ),
-    ({"cache_seqlens": ints(5, 7, dtype=torch.int64)}, "cache_seqlens.dtype must be torch.int32"),
+    (paged(page_table=words(3, 4)), "page_table.shape[0] must be 2"),
     ({"cache_seqlens": ints(5)}, "cache_seqlens.shape[0] must be 2"),
-    (
-        {"cache_seqlens": torch.tensor(5, dtype=torch.int32)},
-        "cache_seqlens.shape must be one-dimensional",
-    ),
-    ({"cache_seqlens": ints(5, 7).to("meta")}, "cache_seqlens.device must be cpu"),
-    ({"cache_seqlens": ints(5, 0, 7, 0)[::2]}, "cache_seqlens.stride(-1) must be 1"),
+    ({"cache_seqlens": ints(5)[0]}, "cache_seqlens.shape must be one-dimensional"),
     ({"cache_seqlens": -1}, "cache_seqlens must be >= 0"),
     ({"cache_leftpad": ints(1)}, "cache_leftpad.shape[0] must be 2"),
-    (
-        {"cache_batch_idx": ints(0, 1, dtype=torch.int64)},
-        "cache_batch_idx.dtype must be torch.int32",
-    ),
     ({"k_descale": torch.ones(B)}, "k_descale.shape must be (2, 2)"),
+    (new(dtype=FP8), f"k.dtype must be torch.float32 as k_cache's, got {FP8}"),
     (
-        {name: x.to(FP8) for name, x in new().items()},
-        "k.dtype must be torch.float32 as k_cache's, got torch.float8_e4m3fn",
-    ),
-    (
-        {"q": torch.randn(B, SQ, H, D).half(), **caches(FP8), **new()},
+        HALF_Q | caches(FP8) | new(),
         f"k.dtype must be one of {SIXTEEN_BIT} for a cache of {FP8}, got torch.float32",
     ),
-    (caches(FP8), "k_cache.dtype must be torch.float32 as q's, got torch.float8_e4m3fn"),
+    (caches(FP8), f"k_cache.dtype must be torch.float32 as q's, got {FP8}"),
     (
-        {"q": torch.randn(B, SQ, H, D).half(), **caches(torch.uint8)},
+        HALF_Q | caches(torch.uint8),
         f"k_cache.dtype must be torch.float16 as q's, or one of {(FP8, torch.int8)}, got torch.uin",
     ),
     (
@@ -161,11 +123,11 @@ VALUE_ERRORS = [
         f"k_cache.dtype must be {FP8} as q's, got torch.int8",
     ),
     (
-        {"q": torch.randn(B, SQ, H, D).half(), **caches(FP8, torch.int8)},
+        HALF_Q | caches(FP8) | {"v_cache": caches(torch.int8)["v_cache"]},
         f"v_cache.dtype must be {FP8} as k_cache's, got torch.int8",
     ),
     (
-        {"q": torch.randn(B, SQ, H, D).half(), **caches(torch.int8), "k_descale": torch.ones(1)},
+        HALF_Q | caches(torch.int8) | {"k_descale": torch.ones(1)},
         "v_descale must be a float32 tensor where v_cache is torch.int8, got None",
     ),
     (
@@ -179,34 +141,21 @@ VALUE_ERRORS = [
         "(num_pages, ",
     ),
     (
-        {
-            **{"q": torch.randn(B, SQ, H, D).half(), **caches(FP8), **new(dtype=torch.float16)},
-            "k_descale": torch.ones(B, CAP, 1).expand(B, CAP, HK),
-        },
+        HALF_Q
+        | caches(FP8)
+        | new(dtype=torch.float16)
+        | {"k_descale": torch.ones(B, CAP, 1).expand(B, CAP, HK)},
         "k_descale.stride must be without a stride of 0",
     ),
-    ({"q_descale": torch.ones(B, HK).half()}, "q_descale.dtype must be torch.float32"),
-    ({"k_descale": torch.ones(B, HK, device="meta")}, "k_descale.device must be cpu"),
     ({"sinks": torch.ones(3)}, "sinks.shape must be (4,)"),
-    ({"sinks": torch.ones(4).half()}, "sinks.dtype must be torch.float32"),
-    ({"sinks": torch.ones(4, device="meta")}, "sinks.device must be cpu"),
-    ({"v_cache": torch.randn(B, CAP, HK, D, device="meta")}, "v_cache.device must be cpu"),
     ({"out": torch.empty(B, SQ, H, 8)}, "out.shape must be (2, 3, 4, 16)"),
-    ({"out": torch.empty(B, SQ, H, D).half()}, "out.dtype must be torch.float32"),
-    ({"out": torch.empty(B, SQ, H, 2 * D)[..., ::2]}, "out.stride(-1) must be 1"),
-    ({"out": torch.empty(B, SQ, H, D, device="meta")}, "out.device must be cpu"),
     ({"out_dtype": torch.float16}, "out_dtype must be None or"),
     (RAGGED_Q, "max_seqlen_q must be an int"),
     ({"max_seqlen_q": 3}, "max_seqlen_q must be None without cu_seqlens_q"),
-    ({"scheduler_metadata": ints(1, 2, 3)}, "scheduler_metadata.shape[0] must be 10"),
-    ({"scheduler_metadata": torch.zeros(10)}, "scheduler_metadata.dtype must be torch.int32"),
     (
-        {"scheduler_metadata": torch.zeros(10, dtype=torch.int32, device="meta")},
-        "scheduler_metadata.device must be cpu",
-    ),
-    (
-        {**RAGGED_Q, "cu_seqlens_q": ints(0, 2, 6).long(), "max_seqlen_q": 4},
-        "cu_seqlens_q.dtype must be torch.int32",
+        {"scheduler_metadata": words(14)},
+        "scheduler_metadata.shape[0] must be 10, from get_scheduler_metadata with batch_size=2, "
+        "got 14",
     ),
     (
         {**{name: torch.randn(3, HK, D) for name in ("k", "v")}, "cu_seqlens_k_new": ints(0, 3)},
@@ -217,6 +166,45 @@ VALUE_ERRORS = [
     ({"softcap": -1.0}, "softcap must be finite and >= 0"),
     ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
     ({"backend": "nobody"}, "backend must be one of"),
+    ({"tree_mask": words(B, SQ, 1)}, "causal must be True with tree_mask"),
+    (tree(words(B, SQ, 2)), "tree_mask.shape must be (2, 3, 1), a bit for each new token"),
+    (tree(words(B, 2, 1)), "tree_mask.shape must be (2, 3, 1)"),
+    (tree(words(B, SQ)), "tree_mask.shape must be (2, 3, 1)"),
+    ({"alibi_slopes": torch.ones(3)}, "alibi_slopes.shape must be (4,) (num_heads_q,) or (2, 4)"),
+    (
+        tree(words(B, SQ, 1), alibi_slopes=torch.ones(H)),
+        "alibi_slopes must be None beside tree_mask",
+    ),
+    (prefix(prefix_page_table=None), "prefix_page_table must be given with prefix_len, got None"),
+    (prefix(prefix_len=None), "prefix_len must be given with prefix_page_table, got None"),
+    (prefix(prefix_page_table=words(2, 3)), "prefix_page_table.shape must be (1, pages), got (2"),
+    (prefix(prefix_page_table=words(1, 3).long()), "prefix_page_table.dtype must be torch.int32"),
+    (prefix(prefix_len=25), "prefix_len must be at most 24, the tokens of its pages, got 25"),
+    (prefix(prefix_len=-1), "prefix_len must be >= 0, got -1"),
+    (prefix(prefix_len=words(3)), "prefix_len must be an int or int32 of shape (1,)"),
+    (
+        prefix(page_table=None, cache_batch_idx=ints(0, 1), cache_seqlens=3),
+        "page_table must be a tensor with prefix_page_table",
+    ),
+    (prefix(split_tokens=128), "split_tokens must be None with prefix_page_table"),
+]
+# Values, which are checked on a CPU.
+VALUE_ERRORS += [
+    ({"cache_seqlens": ints(5, 33)}, "cache_seqlens[1] must be"),
+    ({"cache_seqlens": ints(-1, 3)}, "cache_seqlens[0] must be"),
+    (new(3) | {"cache_seqlens": ints(5, 30)}, "cache_seqlens[1] must be at most"),
+    (
+        paged(page_table=ints(0, 9, 1, 1, 1, 1, 1, 1).view(2, 4), cache_seqlens=ints(9, 1)),
+        "page_table must be between 0 and 8",
+    ),
+    ({"cache_leftpad": ints(0, 8)}, "cache_leftpad[1] must be 0 to 7"),
+    ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx[1] must be 0 to 1"),
+    (new() | {"cache_batch_idx": ints(1, 1)}, "cache_batch_idx must be without duplicates"),
+    (
+        RAGGED_Q | {"cu_seqlens_q": ints(0, 4, 3), "max_seqlen_q": 6},
+        "cu_seqlens_q must be non-decreasing",
+    ),
+    (RAGGED_Q | {"max_seqlen_q": 3}, "max_seqlen_q must be >= 4"),
 ]
 UNSUPPORTED = [
     (
@@ -243,11 +231,21 @@ UNSUPPORTED = [
         {**new(), "v": torch.randn(B, 1, HK, D, requires_grad=True)},
         "v.requires_grad must be False, got True",
     ),
+    (
+        tree(words(B, 65, 3), q=torch.zeros(B, 65, H, D), **caches(lead=(B, 80))),
+        "q.shape[1] must be at most 64 with tree_mask, got 65",
+    ),
+    (prefix(alibi_slopes=torch.ones(H)), "alibi_slopes must be None with prefix_page_table"),
+    (prefix(window_size=(9, 0)), "window_size must be open to the left with prefix_page_table"),
+    (prefix(**new(), **tables()), "rotary_cos must be None"),
+    (prefix(q_descale=torch.ones(B, HK)), "q_descale must be None with prefix_page_table"),
+    (prefix(k_descale=torch.ones(B, HK)), "k_descale must be None or one for each page or token"),
 ]
 TYPE_ERRORS = [
     ({"cache_seqlens": [5, 7]}, "cache_seqlens must be an int"),
     ({"rotary_interleaved": "y"}, "rotary_interleaved must be a bool, got 'y' (str)"),
     ({"k_cache": [1.0]}, "k_cache must be a torch.Tensor"),
+    (prefix(prefix_page_table=3), "prefix_page_table must be a torch.Tensor, got 3"),
 ]
 REFUSED = [
     (kind, *row)
@@ -265,6 +263,47 @@ def test_refused_by_name(kind, changes, message):
     with pytest.raises(kind, match=re.escape(f"flash_attn_with_kvcache: {message}")) as caught:
         call(**changes)
     assert type(caught.value) is kind
+
+
+# Each tensor of a call: the call with it, and which dtype its error asks for.
+OF_INT32 = {
+    "cache_seqlens": legal(),
+    "page_table": paged(),
+    "cache_batch_idx": {"cache_batch_idx": ints(1, 0)},
+    "cache_leftpad": {"cache_leftpad": ints(1, 0)},
+    "cu_seqlens_q": RAGGED_Q | {"max_seqlen_q": 4},
+    "scheduler_metadata": {"scheduler_metadata": words(10)},
+    "tree_mask": tree(words(B, 40, 2), q=torch.zeros(B, 40, H, D), **caches(lead=(B, 80))),
+}
+OF_FLOATS = {
+    "k_cache": ("torch.float32 as q's", legal()),
+    "v_cache": ("torch.float32 as k_cache's", legal()),
+    "out": ("torch.float32", {"out": torch.empty(B, SQ, H, D)}),
+    "k": ("torch.float32 as k_cache's", new()),
+    "v": ("torch.float32 as k_cache's", new()),
+    "rotary_cos": ("one of", new() | tables()),
+    "sinks": ("torch.float32", {"sinks": torch.ones(H)}),
+    "alibi_slopes": ("torch.float32", {"alibi_slopes": torch.ones(H)}),
+    "q_descale": ("torch.float32", {"q_descale": torch.ones(B, HK)}),
+    "k_descale": ("torch.float32", {"k_descale": torch.ones(B, HK)}),
+}
+ANY_STRIDES = "k", "v", "rotary_cos", "sinks", "alibi_slopes", "q_descale", "k_descale"
+TENSORS = {name: ("torch.int32", given) for name, given in OF_INT32.items()} | OF_FLOATS
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_of_another_device_dtype_or_stride_is_refused_by_name(name):
+    dtype, given = TENSORS[name]
+    x = given[name]
+    wrong = [
+        (x.to("meta"), "device must be cpu"),
+        (x.long() if name in OF_INT32 else x.half(), f"dtype must be {dtype}"),
+    ]
+    if name not in ANY_STRIDES:
+        wrong.append((torch.stack((x, x), -1)[..., 0], "stride(-1) must be 1"))
+    for other, said in wrong:
+        with pytest.raises(ValueError, match=re.escape(f"flash_attn_with_kvcache: {name}.{said}")):
+            call(**{**given, name: other})
 
 
 def test_a_legal_call_of_each_form():
@@ -289,34 +328,6 @@ def test_nothing_is_written_before_all_is_checked():
     assert not any(cache.any() for cache in caches.values())
 
 
-VALUES = [
-    ({"cache_seqlens": ints(5, 33)}, "cache_seqlens[1] must be"),
-    ({"cache_seqlens": ints(-1, 3)}, "cache_seqlens[0] must be"),
-    ({**new(3), "cache_seqlens": ints(5, 30)}, "cache_seqlens[1] must be at most"),
-    (
-        paged(page_table=ints(0, 9, 1, 1, 1, 1, 1, 1).view(2, 4), cache_seqlens=ints(9, 1)),
-        "page_table must be between 0 and 8",
-    ),
-    ({"cache_leftpad": ints(0, 8)}, "cache_leftpad[1] must be 0 to 7"),
-    ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx[1] must be 0 to 1"),
-    ({**new(), "cache_batch_idx": ints(1, 1)}, "cache_batch_idx must be without duplicates"),
-    (
-        {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 4, 3), "max_seqlen_q": 6},
-        "cu_seqlens_q must be non-decreasing",
-    ),
-    (
-        {"q": torch.randn(6, H, D), "cu_seqlens_q": ints(0, 2, 6), "max_seqlen_q": 3},
-        "max_seqlen_q must be >= 4",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), VALUES, ids=text_of)
-def test_values_are_checked_on_a_cpu(changes, message):
-    with pytest.raises(ValueError, match=re.escape(f"flash_attn_with_kvcache: {message}")):
-        call(**changes)
-
-
 def test_a_page_without_a_key_that_a_query_sees_is_not_looked_at():
     call(**paged(page_table=ints(0, -1, -1, 1, 2, 9, 9, 9).view(2, 4), cache_seqlens=ints(8, 8)))
     none = {"page_table": ints(-1, -1, -1, -1, 2, 3, 4, 5).view(2, 4), "cache_seqlens": ints(9, 9)}
@@ -327,53 +338,51 @@ def test_a_page_past_the_length_is_not_looked_at():
     call(**paged(page_table=ints(0, 1, -1, 99, 2, -7, 9, 9).view(2, 4), cache_seqlens=ints(9, 8)))
 
 
-CACHES = {
-    "q": torch.randn(B, SQ, H, D),
-    "k_cache": torch.randn(B, CAP, HK, D),
-    "v_cache": torch.randn(B, CAP, HK, D),
+CACHES = legal()
+METADATA = {
+    "batch_size": B,
+    "max_seqlen_q": SQ,
+    "max_seqlen_k": CAP,
+    "num_heads_q": H,
+    "num_heads_kv": HK,
+    "headdim": D,
+    "cache_seqlens": ints(5, 7),
+    "qkv_dtype": torch.float32,
 }
 
 
 def metadata(**changes):
-    arguments = {"batch_size": B, "max_seqlen_q": SQ, "max_seqlen_k": CAP, "num_heads_q": H}
-    arguments |= {"num_heads_kv": HK, "headdim": D, "cache_seqlens": ints(5, 7)}
-    arguments |= {"qkv_dtype": torch.float32}
-    return get_scheduler_metadata(**{**arguments, **changes})
+    return get_scheduler_metadata(**{**METADATA, **changes})
 
 
 STALE = [
-    ({"causal": True}, "be made with causal=False, got causal=True"),
+    ({"causal": True}, "must be made with causal=False, got causal=True"),
     (
         {"window_size": (4, 0), "has_softcap": True},
-        "be made with has_softcap=False, window_size=(-1, -1), "
+        "must be made with has_softcap=False, window_size=(-1, -1), "
         "got has_softcap=True, window_size=(4, 0)",
     ),
-    ({"num_splits": 3, "causal": True}, "be made with causal=False, num_splits=0, got "),
-    ({"num_heads_q": 6}, "be made with num_heads_q=4, got num_heads_q=6"),
-    ({"page_size": 8}, "be made with page_size=None, got page_size=8"),
-    ({"qkv_dtype": torch.float16}, "be made with qkv_dtype=torch.float32, got "),
+    ({"num_splits": 3, "causal": True}, "must be made with causal=False, num_splits=0, got "),
+    ({"num_heads_q": 6}, "must be made with num_heads_q=4, got num_heads_q=6"),
+    ({"page_size": 8}, "must be made with page_size=None, got page_size=8"),
+    ({"qkv_dtype": torch.float16}, "must be made with qkv_dtype=torch.float32, got "),
+    (
+        {"cache_seqlens": ints(5, 8)},
+        "of sequence 1 must be (7, 0, 3, 0) (cached, new, queries, left padding)",
+    ),
+    ({"word 0": 0}, "must be from get_scheduler_metadata, got other numbers"),
+    ({"word 1": 0}, "must be made with the options of this call, got other options"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), STALE, ids=text_of)
-def test_stale_metadata_is_an_error_that_names_the_options(changes, message):
-    with pytest.raises(ValueError, match=re.escape(f"scheduler_metadata must {message}")):
-        call(scheduler_metadata=metadata(**changes))
-
-
-def test_metadata_of_other_lengths_or_of_nothing_is_an_error():
-    other, foreign, unknown = metadata(cache_seqlens=ints(5, 8)), metadata(), metadata()
-    foreign[0], unknown[1] = 0, 0
+def test_stale_metadata_is_an_error_that_names_what_differs(changes, message):
+    wrong = metadata(**{name: x for name, x in changes.items() if name[:4] != "word"})
+    for index in range(2):
+        wrong[index] = changes.get(f"word {index}", wrong[index])
+    with pytest.raises(ValueError, match=re.escape(f"scheduler_metadata {message}")):
+        call(scheduler_metadata=wrong)
     call(scheduler_metadata=metadata())
-    for given, message in (
-        (other, " of sequence 1 must be (7, 0, 3, 0) (cached, new, queries, left padding)"),
-        (foreign, " must be from get_scheduler_metadata, got other numbers"),
-        (unknown, " must be made with the options of this call, got other options"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(f"scheduler_metadata{message}")):
-            call(scheduler_metadata=given)
-    with pytest.raises(ValueError, match=re.escape("batch_size")):
-        call(scheduler_metadata=get_scheduler_metadata(3, SQ, CAP, H, HK, D, ints(1, 2, 3)))
 
 
 def test_metadata_for_new_tokens_fits_a_call_without():
@@ -407,9 +416,15 @@ def test_arguments_of_new_tokens_and_of_tables_have_no_effect_without():
     assert not explain_with_kvcache(**arguments, **new(), **tables()).unused_hints
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+PARTS = torch.randn(2, B, SQ, H, D)
+# Functions beside flash_attn_with_kvcache, and a legal call of each.
+FUNCTIONS = {
+    get_scheduler_metadata: METADATA,
+    append_kvcache: new() | caches() | {"cache_seqlens": 3},
+    flash_attn_combine: {"out_partial": PARTS, "lse_partial": PARTS[..., 0].contiguous()},
+}
+REFUSED_BY = {
+    get_scheduler_metadata: [
         ({"qkv_dtype": "bf16"}, "qkv_dtype must be one of"),
         ({"batch_size": -1}, "batch_size must be between 0 and 1073741824, got -1"),
         ({"max_seqlen_q": -1}, "max_seqlen_q must be between 0 and"),
@@ -418,17 +433,7 @@ def test_arguments_of_new_tokens_and_of_tables_have_no_effect_without():
         ({"headdim": 0}, "headdim must be between 1 and"),
         ({"page_size": 0}, "page_size must be between 1 and"),
     ],
-)
-def test_metadata_refuses(changes, message):
-    arguments = {"batch_size": B, "max_seqlen_q": SQ, "max_seqlen_k": CAP, "num_heads_q": H}
-    arguments |= {"num_heads_kv": HK, "headdim": D, "cache_seqlens": ints(5, 7)}
-    with pytest.raises(ValueError, match=re.escape(f"get_scheduler_metadata: {message}")):
-        get_scheduler_metadata(**{**arguments, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    append_kvcache: [
         ({"q": torch.randn(B, 1, H, D)}, "q must be None without rotary_cos"),
         ({"v": new(dtype=torch.float16)["v"]}, "v.dtype must be torch.float32 as k_cache's"),
         ({"k": torch.randn(B, HK, D)}, "k.shape must be (batch, seqlen_new"),
@@ -436,17 +441,7 @@ def test_metadata_refuses(changes, message):
         ({"rotary_seqlens": ints(0, 1)}, "rotary_seqlens must be None without rotary_cos"),
         ({"cache_seqlens": None}, "cache_seqlens must be an int or an int32 tensor"),
     ],
-)
-def test_append_refuses(changes, message):
-    caches = {f"{x}_cache": torch.zeros(B, CAP, HK, D) for x in ("k", "v")}
-    arguments = {**new(), **caches, "cache_seqlens": 3, **changes}
-    with pytest.raises(ValueError, match=re.escape(f"append_kvcache: {message}")):
-        append_kvcache(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    flash_attn_combine: [
         ({"out_partial": torch.randn(2, 3, 4)}, "out_partial.shape must be (num_splits"),
         ({"lse_partial": torch.randn(2, B, H, SQ)}, "lse_partial.shape must be (2, 2, 3, 4)"),
         ({"lse_partial": torch.randn(2, B, SQ, H).half()}, "lse_partial.dtype must be"),
@@ -455,12 +450,18 @@ def test_append_refuses(changes, message):
         ({"out_dtype": torch.int32}, "out_dtype must be one of"),
         ({"out": torch.empty(B, SQ, 1, D).expand(-1, -1, H, -1)}, "out.stride must be without"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "message"),
+    [(function, *row) for function, rows in REFUSED_BY.items() for row in rows],
+    ids=text_of,
 )
-def test_combine_refuses(changes, message):
-    parts = torch.randn(2, B, SQ, H, D)
-    arguments = {"out_partial": parts, "lse_partial": parts[..., 0].contiguous()}
-    with pytest.raises(ValueError, match=re.escape(f"flash_attn_combine: {message}")):
-        flash_attn_combine(**{**arguments, **changes})
+def test_other_functions_refuse_by_name(function, changes, message):
+    function(**FUNCTIONS[function])
+    with pytest.raises(ValueError, match=re.escape(f"{function.__name__}: {message}")):
+        function(**{**FUNCTIONS[function], **changes})
 
 
 def problem_of(dtype=torch.bfloat16, device="cuda", **options):

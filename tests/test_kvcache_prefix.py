@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import TRITON_DTYPES, needs_hopper
 
-from flashattn3 import UnsupportedError, explain_with_kvcache, flash_attn_with_kvcache
+from flashattn3 import explain_with_kvcache, flash_attn_with_kvcache
 
 PAGE, PREFIX = 16, 48  # a whole number of pages, so that one table holds both parts
 LENGTHS, QUERIES = (20, 33, 3), (1, 5, 3)
@@ -112,41 +112,3 @@ def test_explained_and_compiled(backend):
     others = {name: x for name, x in arguments.items() if name != "q"}
     wanted = flash_attn_with_kvcache(**arguments, **prefix_of, backend="reference")
     torch.testing.assert_close(attend(arguments["q"]), wanted)
-
-
-def given(**changed) -> dict:
-    arguments, prefix, own = call_of(1, "cpu", torch.float32)
-    prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
-    return arguments | prefix_of | changed
-
-
-TWO = torch.zeros(2, 3, dtype=torch.int32)
-ANGLES = torch.zeros(99, 32)
-NEW = torch.zeros(3, 1, 2, 64)
-REFUSED = [
-    ({"prefix_page_table": None}, "prefix_page_table must be given with prefix_len, got None"),
-    ({"prefix_len": None}, "prefix_len must be given with prefix_page_table, got None"),
-    ({"prefix_page_table": TWO}, "prefix_page_table.shape must be (1, pages), got (2, 3)"),
-    ({"prefix_page_table": TWO[:1].long()}, "prefix_page_table.dtype must be torch.int32"),
-    ({"prefix_page_table": 3}, "prefix_page_table must be a torch.Tensor, got 3"),
-    ({"prefix_len": 49}, "prefix_len must be at most 48, the tokens of its pages, got 49"),
-    ({"prefix_len": -1}, "prefix_len must be >= 0, got -1"),
-    ({"prefix_len": TWO[0]}, "prefix_len must be an int or int32 of shape (1,)"),
-    ({"page_table": None}, "page_table must be a tensor with prefix_page_table"),
-    ({"split_tokens": 128}, "split_tokens must be None with prefix_page_table"),
-    ({"window_size": (9, 0)}, "window_size must be open to the left with prefix_page_table"),
-    ({"k": NEW, "v": NEW, "rotary_cos": ANGLES, "rotary_sin": ANGLES}, "rotary_cos must be None"),
-    ({"q_descale": torch.ones(3, 2)}, "q_descale must be None with prefix_page_table"),
-    ({"k_descale": torch.ones(3, 2)}, "k_descale must be None or one for each page or token"),
-]
-
-
-@pytest.mark.parametrize(("changed", "text"), REFUSED)
-def test_invalid_prefixes_have_an_error(changed, text):
-    arguments = given(**changed)
-    if changed.get("page_table", 0) is None:
-        arguments["cache_batch_idx"] = torch.arange(3, dtype=torch.int32)
-        arguments["cache_seqlens"] = 3
-    with pytest.raises((ValueError, TypeError, UnsupportedError)) as raised:
-        flash_attn_with_kvcache(**arguments)
-    assert text in str(raised.value)
