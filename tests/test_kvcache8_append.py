@@ -6,16 +6,6 @@ import pytest
 import torch
 
 import flashattn3
-from flashattn3.backends.hopper import append_launch, decode_launch
-from flashattn3.call.cached import (
-    AppendOptions,
-    AppendTensors,
-    DecodeOptions,
-    DecodeTensors,
-    describe_append,
-    describe_decode,
-)
-from flashattn3.call.metadata import metadata_of
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 BACKENDS = ("reference", "triton")
@@ -178,29 +168,6 @@ def test_a_call_appends_and_attends(kind, backend, device):
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
     assert results[0][0].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kind", "sentence"),
-    [
-        (FP8, "tokens", None),
-        (torch.float16, "tokens", "takes a descale for each head of a sequence, k_descale has"),
-        (torch.float16, "pages", "takes a descale for each head of a sequence, k_descale has"),
-    ],
-)
-def test_hopper_kernels_decline(dtype, kind, sentence):
-    (k, v), arguments = new_tokens(16, 0, False, "cpu")
-    caches, descales = caches_of(dtype, kind, 16, "cpu")
-    given = {name: arguments[name] for name in ("cache_seqlens", "page_table")} | descales
-    tensors = DecodeTensors(k[:, :, :1].repeat(1, 1, 4, 1), *caches, **given)
-    problem = describe_decode(tuple(map(metadata_of, tensors)), DecodeOptions(), None)
-    reason = decode_launch.unfit_reason(problem)
-    assert reason is sentence is None or reason.startswith(sentence)
-    appended = AppendTensors(k, v, *caches, **given)
-    problem = describe_append(tuple(map(metadata_of, appended)), AppendOptions())
-    assert append_launch.unfit_reason(problem).startswith(
-        sentence or "writes float16 and bfloat16, not torch.float8_e4m3fn"
-    )
 
 
 @pytest.mark.gpu

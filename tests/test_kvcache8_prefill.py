@@ -71,6 +71,7 @@ TOO_LONG = "those of 8388608 tokens take 4096 MiB"
 CHOICES = [
     ({}, FEW),
     ({"seqlen_q": 48}, FEW),
+    ({"k_descale": floats(4, 1, 8), "v_descale": floats(4, 4096, 8)}, FEW),
     ({"seqlen_q": 49}, MANY),
     ({"seqlen_q": 2048, "k_descale": DESCALE, "v_descale": DESCALE}, MANY),
     ({"seqlen_q": 2048, "k_descale": floats(4, 1, 8), "v_descale": floats(4, 4096, 8)}, MANY),

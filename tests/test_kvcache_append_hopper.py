@@ -29,6 +29,7 @@ LIBRARY = find_library()
 pytest.importorskip("triton")
 
 B, NEW, CAP, HEADS, DIM = 2, 3, 64, 4, 64
+FP8 = torch.float8_e4m3fn
 NAMED = AppendOptions(backend="hopper")
 
 
@@ -38,6 +39,10 @@ def zeros(*shape, dtype=torch.bfloat16):
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+def caches(dtype):
+    return {f"{name}_cache": zeros(B, CAP, HEADS, DIM, dtype=dtype) for name in "kv"}
 
 
 def tensors_of(dtype=torch.bfloat16, d=DIM, **changes) -> AppendTensors:
@@ -86,11 +91,29 @@ def test_the_kernel_runs_where_it_is_named_or_measured(monkeypatch):
 def test_every_layout_of_16_bits_is_taken():
     for changes in ({"d": 36}, {"d": 256, "dtype": torch.float16}, {"rotary_cos": None}):
         assert type(plan_of(problem_of(**changes)).launch) is AppendLaunch
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": torch.float32}, "writes float16 and bfloat16, not torch.float32"),
+        (caches(FP8), "writes float16 and bfloat16, not torch.float8_e4m3fn"),
+        *(
+            (
+                {f"{name}_descale": zeros(B, tokens, HEADS).float() for name in "kv"},
+                "takes a descale for each head of a sequence, k_descale has",
+            )
+            for tokens in (1, CAP)
+        ),
+    ],
+    ids=["float32", "e4m3", "descales of pages", "descales of tokens"],
+)
+def test_what_the_kernel_declines(changes, said):
     hopper = HopperBackend(library=library_double)
-    said = hopper.decline_reason(problem_of(dtype=torch.float32), H100)
-    assert said.startswith("runs Triton's kernel for this: takes torch.float16")
-    said = cached.append_reason(hopper, problem_of(dtype=torch.float32))
-    assert said == "writes float16 and bfloat16, not torch.float32"
+    assert cached.append_reason(hopper, problem_of(**changes)).startswith(said)
+    if changes == {"dtype": torch.float32}:
+        found = hopper.decline_reason(problem_of(**changes), H100)
+        assert found.startswith("runs Triton's kernel for this: takes torch.float16")
 
 
 @pytest.fixture
@@ -170,6 +193,12 @@ def test_the_operator_takes_the_tensors_of_an_append(operator):
 
 FLOATS = zeros(B, HEADS, dtype=torch.float32)
 TABLE = zeros(CAP, DIM // 2, dtype=torch.float32)
+RAGGED = {
+    **dict.fromkeys(("k", "v"), zeros(5, HEADS, DIM)),
+    **dict.fromkeys(("q", "q_out"), zeros(7, 8, DIM)),
+    "cu_seqlens_k_new": ints(0, 2, 5),
+    "cu_seqlens_q": ints(0, 3, 7),
+}
 CALLS = [
     ({}, "k.device must be a GPU, got another device"),
     ({"q": None, "q_out": None}, "k.device must be a GPU"),
@@ -206,6 +235,14 @@ CALLS = [
     ({"rotary_sin": zeros(CAP, DIM).float()[:, :32]}, "rotary_sin.stride(0) must be 32, got 64"),
     ({"k_descale": FLOATS[:, :1]}, "k_descale.shape must be (2, 4), got (2, 1)"),
     ({"v_descale": FLOATS.half()}, "v_descale.dtype must be float32"),
+    (RAGGED, "k.device must be a GPU"),
+    (
+        RAGGED | {"cu_seqlens_k_new": ints()},
+        "cu_seqlens_k_new.shape[0] must be at least 1, got 0",
+    ),
+    (RAGGED | {"cu_seqlens_k_new": ints(0, 5)}, "cache_seqlens.shape must be (1,), got (2,)"),
+    (RAGGED | {"cu_seqlens_q": ints(0, 7)}, "cu_seqlens_q.shape must be (3,), got (2,)"),
+    (RAGGED | {"v": zeros(4, HEADS, DIM)}, "v.shape must be (5, 4, 64), got (4, 4, 64)"),
 ]
 
 
@@ -213,22 +250,6 @@ CALLS = [
 def test_wrong_tensors_are_named(operator, changes, said):
     with pytest.raises(RuntimeError, match=re.escape(f"append: {said}")):
         operator(*of_operator(tensors_of(**changes)), -1, True, False)
-
-
-def test_ragged_tensors_are_checked(operator):
-    k, q = zeros(5, HEADS, DIM), zeros(7, 8, DIM)
-    ragged = {"k": k, "v": k, "q": q, "q_out": q}
-    edges = {"cu_seqlens_k_new": ints(0, 2, 5), "cu_seqlens_q": ints(0, 3, 7)}
-    for changes, said in (
-        ({}, "k.device must be a GPU"),
-        ({"cu_seqlens_k_new": ints()}, "cu_seqlens_k_new.shape[0] must be at least 1, got 0"),
-        ({"cu_seqlens_k_new": ints(0, 5)}, "cache_seqlens.shape must be (1,), got (2,)"),
-        ({"cu_seqlens_q": ints(0, 7)}, "cu_seqlens_q.shape must be (3,), got (2,)"),
-        ({"v": k[:4]}, "v.shape must be (5, 4, 64), got (4, 4, 64)"),
-    ):
-        with pytest.raises(RuntimeError, match=re.escape(f"append: {said}")):
-            given = tensors_of(**ragged, **edges)._replace(**changes)
-            operator(*of_operator(given), -1, True, False)
 
 
 @needs_hopper

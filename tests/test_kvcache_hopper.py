@@ -12,8 +12,6 @@ from functools import partial
 import pytest
 import torch
 from helpers import (
-    A100,
-    GPU,
     H100,
     ROOT,
     WITHOUT_HOPPER,
@@ -23,12 +21,10 @@ from helpers import (
     library_double,
     needs_hopper,
 )
-from support.kvcache import CacheCase, call_cached, make_cache_inputs
 
 from flashattn3 import (
     UnsupportedError,
     explain_with_kvcache,
-    flash_attn_combine,
     flash_attn_func,
     flash_attn_with_kvcache,
 )
@@ -70,15 +66,24 @@ pytest.importorskip("triton")
 
 
 def tensors_of(
-    batch=4, seqlen_q=1, heads=(32, 8), d=128, dv=None, page_size=0, dtype=torch.bfloat16, **more
+    batch=4,
+    seqlen_q=1,
+    heads=(32, 8),
+    d=128,
+    dv=None,
+    page_size=0,
+    dtype=torch.bfloat16,
+    stored=None,
+    **more,
 ):
-    """Tensors without memory."""
+    """Tensors without memory. stored: the dtype of the caches, if it is not q's."""
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     tokens = page_size or 4096
-    caches = [empty(99 if page_size else batch, tokens, heads[1], x) for x in (d, dv or d)]
+    lead = 99 if page_size else batch, tokens, heads[1]
+    caches = [empty(*lead, x, dtype=stored or dtype) for x in (d, dv or d)]
     given = {}
     if page_size:
         given["page_table"] = empty(batch, 16, dtype=torch.int32)
@@ -91,8 +96,9 @@ def problem_of(tensors, max_seqlen_q=None, **options):
     return describe_decode(found, DecodeOptions(**options), max_seqlen_q)
 
 
-def plan_of(device=H100, options=None, max_seqlen_q=None, **of):
-    return choose(problem_of(tensors_of(**of), max_seqlen_q, **options or {}), device, BACKENDS)
+def plan_of(options=None, max_seqlen_q=None, hopper=HOPPER, device=H100, **of):
+    problem = problem_of(tensors_of(**of), max_seqlen_q, **options or {})
+    return choose(problem, device, (hopper, TRITON, REFERENCE))
 
 
 def test_a_plan_is_for_one_dtype_of_every_tensor():
@@ -110,57 +116,6 @@ def append_tensors(table_dtype):
     k, cache = (torch.empty(4, n, 8, 128, dtype=torch.bfloat16, device="meta") for n in (1, 4096))
     table = torch.empty(4096, 64, dtype=table_dtype, device="meta")
     return AppendTensors(k, k, cache, cache, rotary_cos=table, rotary_sin=table)
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        {},
-        {"page_size": 1},
-        {"page_size": 256, "d": 64},
-        {"d": 40, "dv": 24, "dtype": torch.float16},
-        {"d": 256, "heads": (8, 1)},
-        {"heads": (96, 1), "d": 192, "dv": 128, "seqlen_q": 2},
-        {"seqlen_q": 48},
-        {"options": {"causal": True, "window_size": (127, 0)}} | {"seqlen_q": 3},
-    ],
-    ids=str,
-)
-def test_few_rows_run_on_a_decode_kernel(of):
-    options = of.pop("options", {})
-    if "window_size" in options:
-        left, right = options.pop("window_size")
-        options |= {"window_left": left, "window_right": right}
-    plan = plan_of(options=options, **of)
-    assert plan.backend.name == "hopper" and not plan.unused_hints
-    described = plan.launch.describe()
-    dtype = "fp16" if of.get("dtype") == torch.float16 else "bf16"
-    widest = max(of.get("d", 128), of.get("dv", 0))
-    assert described["kernel config"] == select_decode_config(dtype, widest).name
-    assert plan_of(A100, options, **of).backend.name == "triton"
-
-
-DECLINED = {
-    "float32": ({"dtype": torch.float32}, "computes in float16 and bfloat16, not in torch.float32"),
-    "head_dim": ({"d": 36}, "takes head dims that are multiples of 8 up to 256, head_dim is 36"),
-    "head_dim_v": ({"dv": 36}, "multiples of 8 up to 256, head_dim_v is 36"),
-    "parts": ({"options": {"num_splits": 3}}, "(num_splits=0) or no sequence (1), num_splits is 3"),
-    "scale": (
-        {"options": {"softmax_scale": 2.0**101}},
-        "softmax_scale must be 0 or between 2**-100 and 2**100",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DECLINED)
-def test_what_is_declined_by_name(name):
-    of, reason = DECLINED[name]
-    options = of.get("options", {})
-    of = {key: value for key, value in of.items() if key != "options"}
-    assert reason in HOPPER.decline_reason(problem_of(tensors_of(**of), **options), H100)
-    options = {**options, "backend": "hopper"}
-    with pytest.raises(UnsupportedError, match=re.escape(reason)):
-        plan_of(options=options, **of)
 
 
 def tree_of(batch=4, seqlen_q=1):
@@ -191,19 +146,52 @@ def test_trees_run_on_kernels_that_read_their_bits(of, config):
     assert (record.window_left, record.window_right) == (-1, -1)
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8, None])
-def test_trees_without_a_kernel_are_declined(stored):
-    tensors = tensors_of(tree_mask=tree_of(seqlen_q=9), seqlen_q=9)
-    options = {"causal": True} if stored else {"causal": True, "split_tokens": 128}
-    reason = "has no kernel with spans of keys and a tree_mask"
-    if stored:
-        caches = {x: getattr(tensors, x).to(stored) for x in ("k_cache", "v_cache")}
-        tensors = tensors._replace(**caches)
-        reason = "has no kernel for caches of 8 bits with a tree_mask"
-    assert HOPPER.decline_reason(problem_of(tensors, **options), H100) == reason
-    wide = tensors_of(tree_mask=tree_of(seqlen_q=9), seqlen_q=9, dv=136)
-    reason = "takes a tree_mask up to head_dim 128"
-    assert HOPPER.decline_reason(problem_of(wide, causal=True), H100) == reason
+TREE = {"tree_mask": tree_of(seqlen_q=9), "seqlen_q": 9}
+CAUSAL = {"causal": True}
+HEAD_DIMS = "takes head dims that are multiples of 8 up to 256, "
+DECLINED = {
+    "float32": ({"dtype": torch.float32}, "computes in float16 and bfloat16, not in torch.float32"),
+    "head_dim": ({"d": 36}, f"{HEAD_DIMS}head_dim is 36"),
+    "head_dim_v": ({"dv": 36}, f"{HEAD_DIMS}head_dim_v is 36"),
+    "parts": ({"options": {"num_splits": 3}}, "(num_splits=0) or no sequence (1), num_splits is 3"),
+    "scale": (
+        {"options": {"softmax_scale": 2.0**101}},
+        "softmax_scale must be 0 or between 2**-100 and 2**100",
+    ),
+    "slopes": (
+        {"alibi_slopes": torch.empty(32, device="meta")},
+        "has no kernel of cached calls with alibi_slopes",
+    ),
+    **{
+        f"descales-{kind}": (
+            {"page_size": 16, "k_descale": torch.empty(99, tokens, 8, device="meta")},
+            f"takes a descale for each head of a sequence, k_descale has those of {kind}",
+        )
+        for kind, tokens in (("pages", 1), ("tokens", 16))
+    },
+    "tree-spans": (
+        TREE | {"options": CAUSAL | {"split_tokens": 128}},
+        "has no kernel with spans of keys and a tree_mask",
+    ),
+    "tree-wide": (TREE | {"dv": 136, "options": CAUSAL}, "takes a tree_mask up to head_dim 128"),
+    **{
+        f"tree-{dtype}": (
+            TREE | {"stored": dtype, "options": CAUSAL},
+            "has no kernel for caches of 8 bits with a tree_mask",
+        )
+        for dtype in (torch.float8_e4m3fn, torch.int8)
+    },
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_is_declined_by_name(name):
+    of, reason = DECLINED[name]
+    of = dict(of)
+    options = of.pop("options", {})
+    assert reason in HOPPER.decline_reason(problem_of(tensors_of(**of), **options), H100)
+    with pytest.raises(UnsupportedError, match=re.escape(reason)):
+        plan_of(options={**options, "backend": "hopper"}, **of)
 
 
 def test_short_sequences_beside_a_tree_run_on_a_kernel_with_a_tree():
@@ -250,17 +238,16 @@ def test_without_the_library_triton_serves_hopper():
     assert reason == "kernel config decode_bf16_d128_64x2 is not in this build (FLASHATTN3_KERNELS)"
 
 
-def test_combinations_run_on_triton():
-    wide = CombineProblem("f", torch.float64, torch.float64, torch.device("cuda"), 8, 8, None)
-    said = HOPPER.decline_reason(wide, H100)
-    assert said.startswith("runs Triton's kernel for this: takes torch.float16")
-
-
-def test_a_launch_without_triton_appends_nothing(monkeypatch):
+def test_combinations_run_on_triton(monkeypatch):
+    """Without it a launch appends nothing."""
+    of = torch.device("cuda"), 8, 8, None
+    wide, narrow = (
+        CombineProblem("f", dtype, dtype, *of) for dtype in (torch.float64, torch.float16)
+    )
+    said = "runs Triton's kernel for this: "
+    assert HOPPER.decline_reason(wide, H100).startswith(f"{said}takes torch.float16")
     monkeypatch.setattr(TRITON, "unavailable_reason", lambda device: "Triton is not installed")
-    problem = CombineProblem("f", torch.float16, torch.float16, torch.device("cuda"), 8, 8, None)
-    said = HOPPER.decline_reason(problem, H100)
-    assert said == "runs Triton's kernel for this: Triton is not installed"
+    assert HOPPER.decline_reason(narrow, H100) == f"{said}Triton is not installed"
     assert choose(problem_of(tensors_of()), H100, BACKENDS).backend.name == "hopper"
 
 
@@ -293,9 +280,9 @@ def test_what_a_plan_passes_to_the_library():
 RECORD = DecodeRecord(32, 8, 128, 128, 0, False, 0.1, 0.0, -1, -1, 0, False, False, 132, -1, 0)
 
 
-def prepared(**changes):
-    config = built(select_decode_config("bf16", 128), LIBRARY)
-    return LIBRARY.prepare_decode(DECODE_CONFIGS.index(config), *RECORD._replace(**changes))
+def prepared(config=None, **changes):
+    config = built(config or select_decode_config("bf16", 128), LIBRARY)
+    return LIBRARY.prepare_decode(CACHED_CONFIGS.index(config), *RECORD._replace(**changes))
 
 
 def size_of(handle, *sizes, on_warps=False):
@@ -423,88 +410,76 @@ def call_of(**changes):
     return [given["lse"], *numbers, *(given.get(field.name) for field in DECODE_TENSORS)]
 
 
-INTS = torch.zeros(B, dtype=torch.int32)
-WIDE = torch.zeros(B, CAP, 8, 132, dtype=torch.bfloat16)[..., :128]
-OFF = torch.zeros(B * SQ * 32 * 128 + 1, dtype=torch.bfloat16)[1:].view(B, SQ, 32, 128)
+def bf16(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+WIDE = bf16(B, CAP, 8, 132)[..., :128]
+OFF = bf16(B * SQ * 32 * 128 + 1)[1:].view(B, SQ, 32, 128)
+TABLE = ints(B, 7)
+PAGES = {"k_cache": bf16(9, PAGE, 8, 128), "v_cache": bf16(9, PAGE, 8, 128), "page_table": TABLE}
+RAGGED = {"q": bf16(5, 32, 128), "lse": torch.zeros(32, 5), "cu_seqlens_q": ints(B + 1)}
+ON_A_CPU = "q.device must be a GPU, got another device"  # the last check
 CALLS = [
-    ({}, "q.device must be a GPU, got another device"),
-    ({"q": torch.zeros(B, SQ, 32, 64).bfloat16()}, "q.shape must be (2, 3, 32, 128), got (2, 3, 3"),
-    ({"q": torch.zeros(B, 32, 128).bfloat16()}, "the number of axes of q must be 4, got 3"),
-    ({"q": torch.zeros(B, SQ, 32, 128).half()}, "q.dtype must be bf16, got another dtype"),
+    ({}, ON_A_CPU),
+    ({"q": bf16(B, SQ, 32, 64)}, "q.shape must be (2, 3, 32, 128), got (2, 3, 3"),
+    ({"q": bf16(B, 32, 128)}, "the number of axes of q must be 4, got 3"),
+    ({"q": bf16(B, SQ, 32, 128).half()}, "q.dtype must be bf16, got another dtype"),
     ({"q": OFF}, "q must be of rows at multiples of 16 bytes, got another layout"),
     ({"lse": torch.zeros(B, SQ, 32)}, "lse.shape must be (2, 32, 3), got (2, 3, 32)"),
     ({"lse": torch.zeros(B, 32, SQ).half()}, "lse.dtype must be float32"),
     ({"k_cache": WIDE}, "k_cache must be of rows at multiples of 16 bytes"),
     ({"v_cache": WIDE[:, 1:]}, "v_cache.shape must be (2, 128, 8, 128), got (2, 127, 8, 128)"),
-    ({"page_table": INTS.view(B, 1)}, "page_table must be None of a dense launch, got a tensor"),
-    ({"cache_seqlens": INTS[:1]}, "cache_seqlens.shape must be (2,), got (1,)"),
-    ({"cache_seqlens": INTS.long()}, "cache_seqlens must be int32, got another dtype"),
-    ({"cache_leftpad": torch.zeros(B, 2).int()[:, 0]}, "cache_leftpad must be contiguous"),
-    ({"sinks": torch.zeros(32).bfloat16()}, "sinks must be float32, got another dtype"),
+    ({"page_table": ints(B, 1)}, "page_table must be None of a dense launch, got a tensor"),
+    ({"cache_seqlens": ints(1)}, "cache_seqlens.shape must be (2,), got (1,)"),
+    ({"cache_seqlens": ints(B).long()}, "cache_seqlens must be int32, got another dtype"),
+    ({"cache_leftpad": ints(B, 2)[:, 0]}, "cache_leftpad must be contiguous"),
+    ({"sinks": bf16(32)}, "sinks must be float32, got another dtype"),
     ({"k_descale": torch.ones(1, 8)}, "k_descale.shape must be (2, 8), got (1, 8)"),
     ({"q_descale": torch.ones(B, 8).half()}, "q_descale.dtype must be float32"),
-    ({"tree_mask": torch.zeros(B, SQ, 2).int()}, "tree_mask.shape must be (2, 3, 1), got"),
+    ({"tree_mask": ints(B, SQ, 2)}, "tree_mask.shape must be (2, 3, 1), got"),
     ({"tree_mask": torch.zeros(B, SQ, 1)}, "tree_mask.dtype must be int32, got another dtype"),
-    ({"scheduler_metadata": INTS}, "scheduler_metadata.shape must be (10,), got (2,)"),
-    ({"k_cache": torch.zeros(5, CAP, 8, 128).bfloat16(),
-      "v_cache": torch.zeros(5, CAP, 8, 128).bfloat16()}, "the number of caches must be 2, got 5"),
-]  # fmt: skip
+    ({"scheduler_metadata": ints(B)}, "scheduler_metadata.shape must be (10,), got (2,)"),
+    (
+        {"k_cache": bf16(5, CAP, 8, 128), "v_cache": bf16(5, CAP, 8, 128)},
+        "the number of caches must be 2, got 5",
+    ),
+    ({"out": OFF}, "out must be of rows at multiples of 16 bytes"),
+    ({"out": OFF[:, :2]}, "out.shape must be (2, 3, 32, 128), got (2, 2, 32, 128)"),
+    ({"out": OFF.half()}, "out.dtype must be bf16, got another dtype"),
+    ({"out": bf16(B, SQ, 32, 128)}, ON_A_CPU),
+    (PAGES, ON_A_CPU),
+    (PAGES | {"page_table": None}, "page_table must be a tensor of a paged launch, got None"),
+    (PAGES | {"page_table": TABLE.long()}, "page_table.dtype must be int32"),
+    (PAGES | {"page_table": TABLE.mT.contiguous().mT}, "page_table.stride(-1) must be 1, got 2"),
+    (PAGES | {"page_table": TABLE[0]}, "the number of axes of page_table must be 2, got 1"),
+    (PAGES | {"page_table": TABLE[:1]}, "the number of caches must be 2, got 1"),
+    (
+        PAGES | {name: PAGES[name][:, :8] for name in ("k_cache", "v_cache")},
+        "k_cache.shape[1] must be 16, got 8",
+    ),
+    (RAGGED, ON_A_CPU),
+    (RAGGED | {"lse": torch.zeros(B, 32, SQ)}, "lse.shape must be (32, 5), got (2, 32, 3)"),
+    (RAGGED | {"cu_seqlens_q": ints(B)}, "the number of caches must be 1, got 2"),
+    (RAGGED | {"q": bf16(B, SQ, 32, 128)}, "the number of axes of q must be 3, got 4"),
+]
 
 
 @pytest.mark.parametrize(("changes", "said"), CALLS, ids=[said for _, said in CALLS])
 def test_tensors_of_another_call_are_named(changes, said):
-    handle = prepared()[0]
+    """A paged launch takes pages of its size alone."""
+    handle = prepared(page_size=PAGE if changes.keys() >= PAGES.keys() else 0)[0]
+    given = dict(changes)
+    out = given.pop("out", None)
     with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
-        LIBRARY.decode(handle, *call_of(**changes))
-
-
-@pytest.mark.parametrize(
-    ("out", "said"),
-    [
-        (OFF, "out must be of rows at multiples of 16 bytes"),
-        (OFF[:, :2], "out.shape must be (2, 3, 32, 128), got (2, 2, 32, 128)"),
-        (OFF.half(), "out.dtype must be bf16, got another dtype"),
-        (torch.zeros(B, SQ, 32, 128).bfloat16(), "q.device must be a GPU"),
-    ],
-)
-def test_a_given_out_is_checked(out, said):
-    with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
-        LIBRARY.decode_into(out, prepared()[0], *call_of())
-
-
-def test_a_paged_launch_takes_pages_of_its_size_alone():
-    handle = prepared(page_size=PAGE)[0]
-    pages = torch.zeros(9, PAGE, 8, 128).bfloat16()
-    table = torch.zeros(B, 7, dtype=torch.int32)
-    right = {"k_cache": pages, "v_cache": pages, "page_table": table}
-    for changes, said in (
-        ({}, "q.device must be a GPU"),
-        ({"page_table": None}, "page_table must be a tensor of a paged launch, got None"),
-        ({"page_table": table.long()}, "page_table.dtype must be int32"),
-        ({"page_table": table.mT.contiguous().mT}, "page_table.stride(-1) must be 1, got 2"),
-        ({"page_table": table[0]}, "the number of axes of page_table must be 2, got 1"),
-        ({"page_table": table[:1]}, "the number of caches must be 2, got 1"),
-        ({"k_cache": pages[:, :8], "v_cache": pages[:, :8]}, "k_cache.shape[1] must be 16, got 8"),
-    ):
-        with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
-            LIBRARY.decode(handle, *call_of(**right, **{}) if not changes else call_of(
-                **{**right, **changes}
-            ))  # fmt: skip
-
-
-def test_ragged_queries_have_edges():
-    handle = prepared()[0]
-    q = torch.zeros(5, 32, 128).bfloat16()
-    edges, lse = torch.zeros(B + 1, dtype=torch.int32), torch.zeros(32, 5)
-    for changes, said in (
-        ({}, "q.device must be a GPU"),
-        ({"lse": torch.zeros(B, 32, SQ)}, "lse.shape must be (32, 5), got (2, 32, 3)"),
-        ({"cu_seqlens_q": edges[1:]}, "the number of caches must be 1, got 2"),
-        ({"q": torch.zeros(B, SQ, 32, 128).bfloat16()}, "the number of axes of q must be 3, got 4"),
-    ):
-        given = {"q": q, "lse": lse, "cu_seqlens_q": edges, **changes}
-        with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
+        if out is None:
             LIBRARY.decode(handle, *call_of(**given))
+        else:
+            LIBRARY.decode_into(out, handle, *call_of())
 
 
 def test_only_a_prepared_decode_launch_is_taken():
@@ -658,22 +633,3 @@ def test_a_packed_forward_equals_the_cached_call(shape, options, num_splits, poi
         gradients.append(torch.autograd.grad(out, leaves, dout))
     for got, right in zip(*gradients, strict=True):
         torch.testing.assert_close(got, right, atol=2e-2, rtol=2e-2)
-
-
-@needs_hopper
-def test_hopper_is_the_default_for_few_rows():
-    case = CacheCase("default", (700, 90), 2, page_size=16)
-    inputs = make_cache_inputs(case, "cuda", torch.bfloat16)
-    wanted = call_cached(inputs, backend="hopper")
-    assert all(map(torch.equal, call_cached(inputs), wanted))
-
-
-@needs_hopper
-def test_parts_are_combined_on_hopper():
-    parts = torch.randn(3, 2, 4, 2, 16, device="cuda"), torch.randn(3, 2, 4, 2, device="cuda")
-    wanted = flash_attn_combine(*parts)
-    from flashattn3 import use_backend
-
-    with use_backend("hopper"):
-        assert all(map(torch.equal, flash_attn_combine(*parts), wanted))
-    assert GPU

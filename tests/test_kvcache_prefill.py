@@ -7,15 +7,17 @@ The parts about the choice need no GPU.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
+import test_kvcache_hopper
 import torch
 from cached_kernels import CAUSAL, G8, WINDOW, inputs_of, kernel_of
 from helpers import (
+    A100,
     H100,
     HOPPER_IS_MISSING,
     Prepared,
-    built,
     forget_cached_calls,
     is_twin,
     library_double,
@@ -33,7 +35,6 @@ from flashattn3.backends.hopper.kernel_configs import (
     select_cached_forward_config,
     select_decode_config,
 )
-from flashattn3.backends.hopper.launch_record import DecodeRecord
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DecodeTensors, Lengths
@@ -47,13 +48,7 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-def backends(hopper=HOPPER):
-    return hopper, TRITON, REFERENCE
-
-
-def plan_of(options=None, max_seqlen_q=None, hopper=HOPPER, **of):
-    problem = problem_of(tensors_of(**of), max_seqlen_q, **options or {})
-    return choose(problem, H100, backends(hopper))
+plan_of = partial(test_kvcache_hopper.plan_of, hopper=HOPPER)
 
 
 def floats(*shape):
@@ -66,6 +61,15 @@ FEW = f"decode: up to {DECODE_ROWS} packed rows"
 MANY = f"forward: over {DECODE_ROWS} packed rows"
 CHOICES = [
     ({}, FEW),
+    ({"page_size": 1}, FEW),
+    ({"page_size": 256, "d": 64}, FEW),
+    ({"d": 40, "dv": 24, "dtype": torch.float16}, FEW),
+    ({"d": 256, "heads": (8, 1)}, FEW),
+    ({"heads": (96, 1), "d": 192, "dv": 128, "seqlen_q": 2}, FEW),
+    (
+        {"seqlen_q": 3, "options": {"causal": True, "window_left": 127, "window_right": 0}},
+        FEW,
+    ),
     ({"seqlen_q": 48}, FEW),
     ({"seqlen_q": 49}, MANY),
     ({"seqlen_q": 2048, "page_size": 16}, MANY),
@@ -87,8 +91,8 @@ CHOICES = [
 
 @pytest.mark.parametrize(("of", "said"), CHOICES, ids=str)
 def test_which_kernels_run_a_call(of, said):
-    options = of.get("options", {})
-    of = {name: x for name, x in of.items() if name != "options"}
+    of = dict(of)
+    options = of.pop("options", {})
     plan = plan_of(options, **of)
     assert plan.backend.name == "hopper" and not plan.unused_hints
     described = plan.launch.describe()
@@ -105,6 +109,8 @@ def test_which_kernels_run_a_call(of, said):
         assert described["parts"] == "none: whole tiles"
         assert described["warpgroups"] == f"1 loads, {config.num_mma_warpgroups} multiply"
     assert handle.record.num_sms == 132 - options.get("sm_margin", 0)
+    on_ampere = plan_of({**options, "backend": None}, device=A100, **of)
+    assert on_ampere.backend.name == "triton"
 
 
 def test_short_sequences_of_a_ragged_call_run_on_a_decode_kernel_beside():
@@ -160,7 +166,7 @@ def test_what_a_call_passes_to_the_operator():
     out = torch.empty_like(like.q)
     for q in (like.q, like.q[:1].expand(4, -1, -1, -1)):
         tensors = like._replace(q=q)
-        plan = choose(problem_of(tensors), H100, backends(hopper))
+        plan = choose(problem_of(tensors), H100, (hopper, TRITON, REFERENCE))
         assert plan.launch.decode(out, None, tensors, Lengths(7, 2, None), 5) is out
         out_given, handle, *given = received.pop()
         assert CACHED_CONFIGS[handle.config].kind == "forward"
@@ -188,28 +194,23 @@ def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monk
         (absent, f"kernel config {name} is not in this build (FLASHATTN3_KERNELS)"),
         (careful, f"kernel config {name} was never run on a GPU"),
     ):
-        hopper = backend
-        plan = plan_of(hopper=hopper, seqlen_q=300)
+        plan = plan_of(hopper=backend, seqlen_q=300)
         assert plan.backend.name == "triton" and said in dict(plan.declined)["hopper"]
-        assert plan_of(NAMED, hopper=hopper, seqlen_q=300).launch.describe()["kernel"] == (
-            f"decode: {said}"
-        )
-        assert plan_of(hopper=hopper).launch.describe()["kernel"] == FEW
+        named = plan_of(NAMED, hopper=backend, seqlen_q=300)
+        assert named.launch.describe()["kernel"] == f"decode: {said}"
+        assert plan_of(hopper=backend).launch.describe()["kernel"] == FEW
 
 
 def test_doctor_names_the_kernels(monkeypatch):
-    monkeypatch.setattr(doctor, "BACKENDS", backends())
+    monkeypatch.setattr(doctor, "BACKENDS", (HOPPER, TRITON, REFERENCE))
     device = torch.device("cuda", 0)
     assert doctor._cached(device, H100, 1) == f"hopper ({FEW})"
     assert doctor._cached(device, H100, 2048) == f"hopper ({MANY})"
 
 
-RECORD = DecodeRecord(32, 8, 128, 128, 0, False, 0.1, 0.0, -1, 0, 0, False, False, 132, -1, 0)
-
-
 def prepared(**changes):
-    config = built(select_cached_forward_config("bf16", 128), LIBRARY)
-    return LIBRARY.prepare_decode(CACHED_CONFIGS.index(config), *RECORD._replace(**changes))
+    of = select_cached_forward_config("bf16", 128)
+    return test_kvcache_hopper.prepared(of, **{"window_right": 0, **changes})
 
 
 def test_the_grid_and_the_workspace_of_forward_rows():
