@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import H100, forget_cached_calls
+from torch.nn import Parameter
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
 from flashattn3.backends.hopper.backend import HopperBackend
@@ -494,11 +495,18 @@ def check_kept_calls_of_changed_tensors(host):
         (known | {"rotary_seqlens": ints(1, 2, 3)}, 2),
         (known | {"sinks": torch.zeros(8)}, 0),
         (known | {"sinks": torch.zeros(8).bfloat16()}, 2),
+        (known | {"k": Parameter(known["k"], requires_grad=False)}, 2),
+        (known | {"out": Parameter(torch.zeros_like(known["q"]), requires_grad=False)}, 2),
     )
     for other, checks in others:
         run(known), run(paged() | new_tokens())
         found = both(host, other, **options)
         assert found.checks == checks and launches_in(found), (found.checks, list(other))
+    with torch.no_grad():
+        for name in ("k", "v", "v_cache"):
+            run(known)
+            found = both(host, known | {name: known[name].clone().requires_grad_()}, **options)
+            assert found.checks == 0 and launches_in(found), (found.checks, name)
     for _ in range(2):  # a forward kernel
         many = passed_by(host, varlen(dense(seqlen_q=60)) | new_tokens(), **options)
         assert many.checks == 2, many
@@ -645,17 +653,19 @@ def compare_kept_calls(host, like):
     assert both(host, given, **like).events != found
     v.set_(v.transpose(2, 3).contiguous().transpose(2, 3))
     assert "v_cache.stride(-1) must be 1" in both(host, given, **like).result
-    valid, pages = dense(), paged()
+    valid, pages, wide = dense(), paged(), torch.zeros(3, 200, 2, 68).bfloat16()
     for given in (
         *(valid | {name: None} for name in ("q", "k_cache", "v_cache")),
         *(valid | {name: valid[name].to_sparse()} for name in ("k_cache", "v_cache")),
         *(valid | {name: valid[name].to("meta")} for name in valid),
         *(valid | {name: valid[name].float().requires_grad_()} for name in valid),
+        *(valid | {f"{x}_cache": valid[f"{x}_cache"].clone().requires_grad_()} for x in "kv"),
         *(valid | {name: valid[name][0]} for name in valid),
         *(valid | {name: valid[name].double()} for name in valid),
         *(valid | {name: valid[name].to(torch.int8)} for name in valid),
         valid | {"q": valid["q"][..., :8]},
-        valid | {"cache_seqlens": -3},
+        *(valid | {name: wide[..., :64]} for name in ("k_cache", "v_cache")),
+        *(valid | {"cache_seqlens": length} for length in (-3, 1.5)),
         valid | {"cache_seqlens": valid["cache_seqlens"].long()},
         valid | {"cache_seqlens": valid["cache_seqlens"].repeat(2)[::2]},
         valid | {"cu_seqlens_q": valid["cache_seqlens"], "max_seqlen_q": 1},
