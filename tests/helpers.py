@@ -19,6 +19,9 @@ from flashattn3.backends.hopper.launch_record import DecodeRecord, LaunchRecord
 from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.registry import BACKENDS, HOPPER
 from flashattn3.call.dtypes import FULL_PRECISION
+from flashattn3.call.fields import Options
+from flashattn3.call.operands import metadata_of
+from flashattn3.call.problem import describe
 from flashattn3.run import cached_plans
 from flashattn3.run.launches import cached_launch_cache
 from flashattn3_bench.checking import (
@@ -124,6 +127,13 @@ HOPPER_IS_MISSING = _hopper_is_missing()
 needs_hopper = pytest.mark.skipif(
     HOPPER_IS_MISSING is not None, reason=f"hopper: {HOPPER_IS_MISSING}"
 )
+
+
+def on_hopper_gpu(test):
+    """Marks a test that runs on a Hopper GPU alone."""
+    return pytest.mark.gpu(needs_hopper(test))
+
+
 CACHE_BACKENDS = ("reference", "triton", pytest.param("hopper", marks=needs_hopper))
 EVERY_BACKEND = (pytest.param("hopper", marks=needs_hopper), "triton", "reference")
 
@@ -218,6 +228,11 @@ def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
         assert (found.dtype, found.shape) == (of.dtype, of.shape)
         values = found, reference[i], baseline[i]
         check(name, *values, GRADIENT_FACTOR, case, backend, rounding=lambda i=i: roundings()[i])
+
+
+def described(tensors, **options):
+    """The problem of a call with these tensors and options."""
+    return describe(tuple(map(metadata_of, tensors)), Options(**options))
 
 
 def case_named(name: str):

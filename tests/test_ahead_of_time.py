@@ -18,7 +18,7 @@ from importlib import metadata, util
 import ptx
 import pytest
 import sass
-from helpers import A100, B200, H100, L4, LOWERED_H100, ORIN, RTX3090, RTX5090
+from helpers import A100, B200, H100, L4, LOWERED_H100, ORIN, RTX3090, RTX5090, described
 
 from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
 from flashattn3.backends.triton.backend import FIRST_WITH_FP8
@@ -100,9 +100,7 @@ def launches_of(
     from flashattn3 import masks
     from flashattn3.backends.triton.backend import BACKEND
     from flashattn3.call.dtypes import EIGHT_BIT, v_dtype
-    from flashattn3.call.fields import Options
-    from flashattn3.call.operands import Scaled, Tensors, metadata_of
-    from flashattn3.call.problem import describe
+    from flashattn3.call.operands import Scaled, Tensors
     from flashattn3_bench.ahead_of_time import all_launches
 
     features = dict(features)
@@ -130,8 +128,7 @@ def launches_of(
         tensors = tensors._replace(**{name: torch.empty(shape, device="meta", dtype=of)})
     launches = {}
     for deterministic in (True, False):
-        options = Options(**features, deterministic=deterministic)
-        problem = describe(tuple(map(metadata_of, tensors)), options)
+        problem = described(tensors, **features, deterministic=deterministic)
         launches |= all_launches(problem, BACKEND.configure(problem, device))
     return launches
 

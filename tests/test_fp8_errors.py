@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import GPUS, H100, L4, RTX3090, RTX5090, WITHOUT_HOPPER
+from helpers import GPUS, H100, L4, RTX3090, RTX5090, WITHOUT_HOPPER, described
 
 from flashattn3 import (
     UnsupportedError,
@@ -20,9 +20,7 @@ from flashattn3 import (
 )
 from flashattn3.call.descales import BLOCKS, Descales
 from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, OUT_DTYPES
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Scaled, Tensors, metadata_of, normalised
-from flashattn3.call.problem import describe
+from flashattn3.call.operands import Scaled, Tensors, normalised
 from flashattn3.run.planner import choose
 
 EDGES = torch.tensor([0, 70, 200], dtype=torch.int32)
@@ -289,10 +287,6 @@ def test_contents_of_cu_seqlens_are_compared():
     sentence = r"q\.cu_seqlens must be \[0, 5, 9\] as the call's, got \[0, 4, 9\]"
     with pytest.raises(ValueError, match=f"^flash_attn_varlen_func: {sentence}$"):
         flash_attn_varlen_func(*scaled, others, others, 5, 5)
-
-
-def described(tensors, **options):
-    return describe(tuple(map(metadata_of, tensors)), Options(**options))
 
 
 def problem(block=128, seqlen=4096, dtype=FP8, **options):

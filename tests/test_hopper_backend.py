@@ -20,15 +20,16 @@ from helpers import (
     H100,
     LOWERED_H100,
     ROOT,
+    SIXTEEN_BIT,
     WITHOUT_HOPPER,
+    described,
     library_double,
-    needs_hopper,
+    on_hopper_gpu,
 )
 
 from flashattn3 import UnsupportedError, explain, flash_attn_func, masks
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.config_types import HEAD_DIMS
 from flashattn3.backends.hopper.kernel_configs import (
     BACKWARD_CONFIGS,
     BIAS,
@@ -44,9 +45,7 @@ from flashattn3.backends.hopper.launch_record import LaunchRecord
 from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.triton.backend import TritonBackend
 from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, v_dtype
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
+from flashattn3.call.operands import Tensors
 from flashattn3.run.planner import choose
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
@@ -99,27 +98,33 @@ def with_mask(tensors, batch=1, heads=1):
 
 
 def plan(tensors, candidate=None, device=H100, **options):
-    problem = describe(
-        tuple(None if t is None else metadata_of(t) for t in tensors), Options(**options)
-    )
-    return choose(problem, device, (candidate or hopper(), *WITHOUT_HOPPER))
+    backends = (candidate or hopper(), *WITHOUT_HOPPER)
+    return choose(described(tensors, **options), device, backends)
 
 
-# Head dims of q and v → that of the row.
-GOLDEN = {(8, 8): 64, (64, 64): 64, (65, 65): 96, (96, 96): 96, (128, 64): 128, (64, 128): 128}
-GOLDEN |= {(192, 128): 192, (200, 200): 256, (256, 256): 256}
+# Head dims of q and v → those of the rows of both passes.
+GOLDEN = {(8, 8): (64, 64), (64, 64): (64, 64), (65, 65): (96, 96), (96, 96): (96, 96)}
+GOLDEN |= dict.fromkeys([(128, 64), (64, 128), (128, 128)], (128, 128))
+GOLDEN |= dict.fromkeys([(129, 128), (160, 64), (192, 128)], (192, 128))
+GOLDEN |= dict.fromkeys([(160, 160), (192, 129), (192, 192), (64, 136)], (192, 192))
+GOLDEN |= dict.fromkeys([(193, 64), (64, 193), (200, 200), (256, 256)], (256, 256))
+# Options of a call, and whether its kernel has a mask.
+GOLDEN_OPTIONS = [({}, False), ({"causal": True}, True), ({"window_left": 9}, True)]
+GOLDEN_OPTIONS += [({"deterministic": True}, False), ({"sm_margin": 8}, False)]
 
 
 @pytest.mark.parametrize("dims", GOLDEN, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_an_h100_with_the_library_gets_the_row(dims, dtype):
-    for options, masked in (({}, False), ({"causal": True}, True), ({"window_left": 9}, True)):
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+def test_an_h100_with_the_library_gets_the_rows(dims, dtype):
+    for options, masked in GOLDEN_OPTIONS:
         found = plan(qkv(*dims, dtype=dtype), **options)
         assert found.backend.name == "hopper" and found.declined == ()
-        kernel_config = found.launch.config.kernel_config
-        assert (kernel_config.head_dim, kernel_config.masked) == (GOLDEN[dims], masked)
-        assert kernel_config.dtype == {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        assert GOLDEN[dims] in HEAD_DIMS[kernel_config.dtype]
+        forward, gradient = found.launch.config.kernel_config, found.launch.config.gradient_config
+        assert forward.masked == masked and gradient.measured
+        for row in (forward, gradient):
+            assert DTYPES[row.dtype] == dtype
+            assert (row.head_dim, row.head_dim_v) == GOLDEN[dims]
+        assert found.launch.config.describe()["gradient"] == gradient.name
 
 
 # rows and head dim of a call with split_tokens → its kernel
@@ -244,7 +249,7 @@ LISTED |= {(192, 128): (192, 192), (192, 136): (256, 256), (256, 256): (256, 256
 
 
 @pytest.mark.parametrize("dims", LISTED, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 def test_a_mask_gets_a_row_with_lists_and_the_gradient_too(dims, dtype):
     for sizes in ((1, 1), (2, 8)):
         launch = plan(with_mask(qkv(*dims, dtype=dtype), *sizes)).launch
@@ -257,33 +262,13 @@ def test_a_mask_gets_a_row_with_lists_and_the_gradient_too(dims, dtype):
     assert few.packed is None and few.packing.reason == reason
 
 
-# Head dims of q and v → that of the gradient's row.
-GOLDEN_GRADIENT = {(8, 8): 64, (64, 64): 64, (65, 65): 96, (128, 64): 128, (64, 128): 128}
-GOLDEN_GRADIENT |= {(136, 64): 192, (192, 128): 192, (192, 136): 192, (64, 136): 192}
-GOLDEN_GRADIENT |= {(192, 192): 192, (200, 64): 256, (64, 200): 256, (256, 256): 256}
-
-
-@pytest.mark.parametrize("dims", GOLDEN_GRADIENT, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_gradient_gets_a_row_or_triton(dims, dtype):
-    for options in ({}, {"causal": True}, {"deterministic": True}, {"sm_margin": 8}):
-        config = plan(qkv(*dims, dtype=dtype), **options).launch.config
-        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        kernel_config = select_backward_config(name, *dims)
-        assert (kernel_config.dtype, kernel_config.head_dim) == (name, GOLDEN_GRADIENT[dims])
-        assert (
-            config.gradient_config == kernel_config
-            and config.describe()["gradient"] == kernel_config.name
-        )
-
-
 @pytest.mark.parametrize(
     "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
 )
 def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
     kernel_config, monkeypatch
 ):
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kernel_config.dtype]
+    dtype = DTYPES[kernel_config.dtype]
     tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype)
     for measured in ("", "H100, 2026-11-22"):
         now = kernel_config._replace(measured=measured)
@@ -328,15 +313,6 @@ def test_more_rows_than_are_counted_in_32_bits_are_refused_by_name(long, backend
     with pytest.raises(UnsupportedError, match=reason):
         plan(qkv(8, heads=(1, 1), **{long: 2**30 - 1023}), backend=backend)
     assert plan(qkv(8, heads=(1, 1), **{long: 2**30 - 1024})).backend.name == "hopper"
-
-
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
-@pytest.mark.parametrize("name", ["e4m3", "int8"])
-def test_8_bits_have_a_row_and_none_for_the_gradient(name, head_dim):
-    of_16_bits = {"causal": True, "out_dtype": torch.bfloat16}
-    config = plan(qkv(head_dim, dtype=DTYPES[name]), **of_16_bits).launch.config
-    assert config.kernel_config.dtype == name and config.gradient_config is None
-    assert config.kernel_config.head_dim == min(d for d in HEAD_DIMS["int8"] if d >= head_dim)
 
 
 def recorder_of_8_bits():
@@ -501,30 +477,49 @@ OF_RECORD = {"causal": True, "window_left": 3}
 OF_RECORD |= {name: getattr(RECORD, name) for name in ("softmax_scale", "softcap", "sm_margin")}
 
 
-def test_one_operator_call_with_the_row_and_the_options():
-    recorder = Recorder()
+def test_one_operator_call_in_each_pass_with_the_row_and_the_options():
+    recorder, gradients = Recorder(), GradientRecorder()
     tensors = Tensors(*(torch.randn(2, 9, heads, 64).half() for heads in (4, 2, 2)))
-    found = plan(tensors, hopper(forward=recorder), **OF_RECORD)
-    out, lse = found.launch.forward(tensors)
-    assert all(given is passed for given, passed in zip(tensors, recorder.qkv, strict=False))
-    assert recorder.indices == (None,) * 4 and recorder.descales == (None,) * 3
-    assert recorder.launch.config == FORWARD_CONFIGS.index(found.launch.config.kernel_config)
-    assert recorder.launch.record == RECORD
-    assert (out.shape, out.dtype) == ((2, 9, 4, 64), torch.float16)
-    assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
-    assert out.is_contiguous() and (out == 1).all() and (lse == 2).all()
+    dlse = torch.randn(4, 9).expand(2, 4, 9)
+    for deterministic in (False, True):
+        options = OF_RECORD | {"deterministic": deterministic}
+        launch = plan(tensors, hopper(forward=recorder, backward=gradients), **options).launch
+        out, lse = launch.forward(tensors)
+        assert (out.shape, out.dtype) == ((2, 9, 4, 64), torch.float16)
+        assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
+        assert out.is_contiguous() and (out == 1).all() and (lse == 2).all()
+        given = (torch.randn_like(out), dlse, out, lse)
+        found = launch.backward(*given, tensors)
+        assert [x.shape for x in found] == [x.shape for x in tensors[:3]]
+        assert all((x == 1).all() and x.is_contiguous() for x in found)
+        assert all(x is y for x, y in zip(gradients.given, given, strict=True))
+        assert recorder.descales == (None,) * 3
+        record = RECORD._replace(deterministic=deterministic)
+        config = launch.config
+        for of_pass, row, rows in (
+            (recorder, config.kernel_config, FORWARD_CONFIGS),
+            (gradients, config.gradient_config, BACKWARD_CONFIGS),
+        ):
+            assert all(x is y for x, y in zip(of_pass.qkv, tensors, strict=False))
+            assert of_pass.indices == (None,) * 4
+            assert of_pass.launch == (rows.index(row), record)
 
 
-def test_copies_begin_where_tma_can_read_and_out_is_dense_again():
-    recorder = Recorder()
+def test_copies_begin_where_tma_can_read_and_results_are_dense_again():
+    recorder, gradients = Recorder(), GradientRecorder()
     tensors = Tensors(*(torch.randn(2, 9, 4, d).half() for d in (33, 33, 21)))
-    found = plan(tensors, hopper(forward=recorder))
-    out, _ = found.launch.forward(tensors)
-    for given, passed in zip(tensors, recorder.qkv, strict=False):
-        assert torch.equal(given, passed)
-        assert all(stride % 8 == 0 for stride in passed.stride()[:-1])
-        assert passed.data_ptr() % 16 == 0
+    launch = plan(tensors, hopper(forward=recorder, backward=gradients)).launch
+    out, lse = launch.forward(tensors)
     assert out.shape == (2, 9, 4, 21) and out.is_contiguous()
+    dout = torch.randn_like(out)
+    found = launch.backward(dout, None, out, lse, tensors)
+    assert [x.shape for x in found] == [x.shape for x in tensors[:3]]
+    assert all(x.is_contiguous() for x in found)
+    passed = *recorder.qkv, *gradients.qkv, gradients.given[0], gradients.given[2]
+    for before, after in zip((*tensors[:3] * 2, dout, out), passed, strict=True):
+        assert torch.equal(before, after)
+        assert all(stride % 8 == 0 for stride in after.stride()[:-1])
+        assert after.data_ptr() % 16 == 0 and after.stride(-1) == 1
 
 
 def test_the_operators_of_calls_that_change_scores_get_what_changes_them():
@@ -584,41 +579,6 @@ def test_sinks_without_scores_have_the_gradient_of_lse(batch, queries, keys):
     wanted = dlse.masked_fill(lse.isinf(), 0).sum((0, 2))
     torch.testing.assert_close(dsinks, wanted)
     assert launch.backward(out, None, out, lse, given, False)[3].tolist() == [0.0] * 4
-
-
-def test_one_call_of_the_backward_operator_with_the_row_and_the_options():
-    recorder = GradientRecorder()
-    tensors = Tensors(*(torch.randn(2, 9, heads, 64).half() for heads in (4, 2, 2)))
-    out, lse = torch.randn(2, 9, 4, 64).half(), torch.randn(2, 4, 9)
-    dout, dlse = torch.randn_like(out), torch.randn(4, 9).expand(2, 4, 9)
-    for deterministic in (False, True):
-        options = OF_RECORD | {"deterministic": deterministic}
-        found = plan(tensors, hopper(backward=recorder), **options)
-        gradients = found.launch.backward(dout, dlse, out, lse, tensors)
-        assert all(x is y for x, y in zip(recorder.qkv, tensors, strict=False))
-        given = (dout, dlse, out, lse)
-        assert all(x is y for x, y in zip(recorder.given, given, strict=True))
-        assert recorder.indices == (None,) * 4
-        index = BACKWARD_CONFIGS.index(found.launch.config.gradient_config)
-        assert recorder.launch == (index, RECORD._replace(deterministic=deterministic))
-        assert [x.shape for x in gradients] == [x.shape for x in tensors[:3]]
-        assert all((x == 1).all() and x.is_contiguous() for x in gradients)
-
-
-def test_gradients_are_read_in_whole_rows_and_are_dense_again():
-    recorder = GradientRecorder()
-    tensors = Tensors(*(torch.randn(2, 9, 4, d).half() for d in (33, 33, 21)))
-    found = plan(tensors, hopper(backward=recorder))
-    out, lse = torch.randn(2, 9, 4, 21).half(), torch.randn(2, 4, 9)
-    dout = torch.randn_like(out)
-    gradients = found.launch.backward(dout, None, out, lse, tensors)
-    passed = (*recorder.qkv, recorder.given[0], recorder.given[2])
-    for before, after in zip((*tensors[:3], dout, out), passed, strict=True):
-        assert torch.equal(before, after)
-        assert all(stride % 8 == 0 for stride in after.stride()[:-1])
-        assert after.data_ptr() % 16 == 0 and after.stride(-1) == 1
-    assert [x.shape for x in gradients] == [x.shape for x in tensors[:3]]
-    assert all(x.is_contiguous() for x in gradients)
 
 
 def test_only_gradients_that_tma_cannot_read_are_copied():
@@ -725,8 +685,7 @@ ODD_LAYOUTS = {
 }
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 @pytest.mark.parametrize("name", ODD_LAYOUTS)
 def test_layouts_that_are_copied_give_what_the_reference_gives(name):
     make = partial(torch.randn, device="cuda", dtype=torch.float16)
@@ -744,8 +703,7 @@ def test_layouts_that_are_copied_give_what_the_reference_gives(name):
         torch.testing.assert_close(found.float(), wanted, rtol=bound, atol=bound)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 @pytest.mark.parametrize(
     "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
 )
@@ -754,7 +712,7 @@ def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypa
         raise AssertionError("Triton was asked for the gradient")
 
     monkeypatch.setattr(TritonBackend, "prepare", never)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kernel_config.dtype]
+    dtype = DTYPES[kernel_config.dtype]
     d, dv = kernel_config.head_dim, kernel_config.head_dim_v
     tensors = [
         torch.randn(2, 300, 4, columns, device="cuda", dtype=dtype).requires_grad_()
@@ -796,8 +754,7 @@ def uneven_work():
     return UnevenWork()
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 def test_streams_side_by_side_count_their_own_tiles(uneven_work):
     streams = [torch.cuda.Stream() for _ in range(3)]
     found = []
@@ -810,8 +767,7 @@ def test_streams_side_by_side_count_their_own_tiles(uneven_work):
     assert all(map(uneven_work.agrees, found))
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 def test_graphs_captured_on_one_stream_may_run_side_by_side(uneven_work):
     captured, side = [], torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -831,15 +787,13 @@ def test_graphs_captured_on_one_stream_may_run_side_by_side(uneven_work):
     assert all(uneven_work.agrees(results) for _graph, results, _stream in captured)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 @pytest.mark.parametrize("sm_margin", [1, 60, 1000])
 def test_fewer_ctas_give_the_same_bits(uneven_work, sm_margin):
     assert uneven_work.agrees(uneven_work(sm_margin=sm_margin))
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 def test_a_training_step_beyond_128_columns_takes_sm_margin_for_a_hint():
     tensors = [
         torch.randn(2, 300, 4, 192, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -853,8 +807,7 @@ def test_a_training_step_beyond_128_columns_takes_sm_margin_for_a_hint():
     assert all(map(torch.equal, gradients(sm_margin=8), gradients()))
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 def test_a_stream_with_the_handle_of_a_destroyed_one_counts_its_own_tiles(uneven_work):
     runtime = torch.cuda.cudart()
 
@@ -883,8 +836,7 @@ def test_a_stream_with_the_handle_of_a_destroyed_one_counts_its_own_tiles(uneven
     assert all(torch.equal(out, uneven_work.wanted[0]) for out, _lse in found)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 def test_every_kernel_is_resident():
     for info in hopper_library.kernel_info():
         assert info.blocks_per_sm >= 1, info.name

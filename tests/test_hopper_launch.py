@@ -12,10 +12,9 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from helpers import H100, ROOT, WITHOUT_HOPPER, built
+from helpers import H100, ROOT, built, described
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kernel_configs import (
     FORWARD_CONFIGS,
     select_backward_config,
@@ -25,18 +24,10 @@ from flashattn3.backends.hopper.launch import Launch, backward_launch, forward_l
 from flashattn3.backends.hopper.launch_record import DecodeRecord, LaunchRecord
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.dtypes import FP8
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
-from flashattn3.run.planner import choose
+from flashattn3.call.operands import Tensors
 
 LIBRARY = find_library()
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "e4m3"}
-
-
-def problem_of(tensors, **options):
-    found = tuple(None if x is None else metadata_of(x) for x in tensors)
-    return describe(found, Options(**options))
 
 
 def qkv(batch=2, seqlen_q=512, seqlen_k=512, heads=(8, 4), d=64, dv=None, dtype=torch.bfloat16):
@@ -46,7 +37,7 @@ def qkv(batch=2, seqlen_q=512, seqlen_k=512, heads=(8, 4), d=64, dv=None, dtype=
 
 
 def prepared(tensors, prepare=forward_launch, device=H100, **options):
-    problem = problem_of(tensors, **options)
+    problem = described(tensors, **options)
     name, dims = DTYPES[problem.dtype], (problem.head_dim, problem.head_dim_v)
     if prepare is forward_launch:
         seqlen_k = problem.seqlen_k
@@ -147,30 +138,6 @@ def test_a_gradient_leaves_sms_to_postprocess(batch, seqlen, options, left):
     assert launch.num_ctas == most - left
 
 
-@pytest.mark.parametrize(
-    ("batch", "seqlen", "heads", "options", "parts"),
-    [
-        (1, 8192, (64, 8), {"causal": True}, 4),  # of two heads: many queries
-        (1, 8192, (64, 8), {}, 4),
-        (1, 8192, (64, 8), {"causal": True, "window_left": 255}, 1),  # few queries see a key
-        (2, 4096, (12, 4), {"causal": True}, 1),  # three heads are not divided into single ones
-        (1, 2048, (32, 8), {"causal": True}, 2),
-        (16, 1024, (16, 2), {"causal": True}, 4),  # two tiles for each SM: till there are four
-        (16, 1024, (16, 2), {}, 1),  # no tile is longer than another
-        (1, 512, (32, 8), {"causal": True}, 4),  # idle SMs: single heads
-        (1, 512, (32, 8), {}, 4),
-        (1, 512, (32, 32), {}, 1),
-    ],
-)
-def test_parts_of_the_query_heads(batch, seqlen, heads, options, parts):
-    q = torch.empty(batch, seqlen, heads[0], 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(batch, seqlen, heads[1], 128, dtype=torch.bfloat16, device="meta")
-    launch = prepared(Tensors(q, k, k), backward_launch, **options)
-    sums = batch * -(-seqlen // 128) * heads[1] * (parts - 1)
-    sizes = batch * heads[1] * parts, sums, 8, 128 * (128 + 128)
-    assert launch.workspace_bytes == workspace_bytes(batch * seqlen * heads[0], 128, 1, *sizes)
-
-
 # Tokens of the sequences of the suite varlen.
 PACKED = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
 
@@ -178,14 +145,14 @@ PACKED = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
 @pytest.mark.parametrize(
     ("lengths", "heads", "options", "parts"),
     [
-        # These batches have as many parts as dense ones of these lengths.
-        ((8192,), (64, 8), {"causal": True}, 4),
+        ((8192,), (64, 8), {"causal": True}, 4),  # of two heads: many queries
         ((8192,), (64, 8), {}, 4),
-        ((8192,), (64, 8), {"causal": True, "window_left": 255}, 1),
-        ((4096,) * 2, (12, 4), {"causal": True}, 1),
+        ((8192,), (64, 8), {"causal": True, "window_left": 255}, 1),  # few queries see a key
+        ((4096,) * 2, (12, 4), {"causal": True}, 1),  # three heads are not divided into single ones
         ((2048,), (32, 8), {"causal": True}, 2),
-        ((1024,) * 16, (16, 2), {"causal": True}, 4),
-        ((1024,) * 16, (16, 2), {}, 1),
+        ((1024,) * 16, (16, 2), {"causal": True}, 4),  # two tiles for each SM: till there are four
+        ((1024,) * 16, (16, 2), {}, 1),  # no tile is longer than another
+        ((512,), (32, 8), {"causal": True}, 4),  # idle SMs: single heads
         ((512,), (32, 8), {}, 4),
         ((512,), (32, 32), {}, 1),
         # Twice the mean length is 2730 queries, then 254: the longest alone would be divided.
@@ -196,20 +163,27 @@ PACKED = (131, 262, 389, 517, 701, 907, 1163, 1429, 1741, 2111, 2693, 4339)
         ((), (8, 2), {}, 1),
     ],
 )
-@pytest.mark.parametrize("gap", [0, 100])
-def test_parts_of_the_query_heads_in_a_varlen_batch(lengths, heads, options, parts, gap):
-    """gap: tokens after the last sequence."""
-    total, longest = sum(lengths) + gap, max(lengths, default=0)
-    q = torch.empty(total, heads[0], 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(total, heads[1], 128, dtype=torch.bfloat16, device="meta")
-    edges = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
-    tensors = Tensors(q, k, k, cu_seqlens_q=edges, cu_seqlens_k=edges)
-    longest = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    launch = prepared(tensors, backward_launch, **longest, **options)
-    rows = (total // 64 + len(lengths)) * 64 * heads[0]
-    sums = (total // 128 + len(lengths)) * heads[1] * (parts - 1)
-    sizes = len(lengths) * heads[1] * parts, sums, 8, 128 * (128 + 128)
-    assert launch.workspace_bytes == workspace_bytes(rows, 128, 1, *sizes)
+def test_parts_of_the_query_heads(lengths, heads, options, parts):
+    """Sequences of one length have as many parts in a dense batch as in a varlen batch, also in one
+    with tokens after the last sequence."""
+    batch, longest = len(lengths), max(lengths, default=0)
+
+    def expect(rows, tiles, *lead, edges=None, **lengths):
+        """rows: of dq_accum. tiles: blocks of keys, of all sequences. lead: axes before heads."""
+        q, k = (torch.empty(*lead, n, 128, dtype=torch.bfloat16, device="meta") for n in heads)
+        tensors = Tensors(q, k, k, cu_seqlens_q=edges, cu_seqlens_k=edges)
+        launch = prepared(tensors, backward_launch, **lengths, **options)
+        sums = tiles * heads[1] * (parts - 1)
+        sizes = batch * heads[1] * parts, sums, 8, 128 * (128 + 128)
+        assert launch.workspace_bytes == workspace_bytes(rows * heads[0], 128, 1, *sizes)
+
+    if len({*lengths}) == 1:
+        expect(batch * longest, batch * -(-longest // 128), batch, longest)
+    edges = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    of_varlen = {"edges": edges, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    for gap in (0, 100):
+        total = sum(lengths) + gap
+        expect((total // 64 + batch) * 64, total // 128 + batch, total, **of_varlen)
 
 
 @pytest.mark.parametrize("dv", [64, 128, 160, 192])
@@ -238,16 +212,6 @@ def test_8_bits_promote_in_a_workspace_only_where_they_promote():
     assert prepared(long, causal=True).workspace_bytes == 132 * 384 * thread
     assert prepared(long, causal=True, use_fast_accum=True).workspace_bytes == 0
     assert prepared(short, causal=True).workspace_bytes == 0
-
-
-def test_explain_shows_the_prepared_launch():
-    tensors = qkv(batch=32)  # so many work tiles that the largest are best
-    launch = prepared(tensors, causal=True)
-    hopper = HopperBackend(library=lambda: LIBRARY, only_measured=False)
-    plan = choose(problem_of(tensors, causal=True), H100, (hopper, *WITHOUT_HOPPER))
-    described = plan.launch.describe()
-    assert described["grid"] == (launch.num_ctas, 1, 1)
-    assert described["shared_memory_bytes"] == launch.shared_memory_bytes
 
 
 RECORD = LaunchRecord(2, *[512] * 4, 8, 4, 64, 64, False, 0.125, 0.0, -1, -1, 132, *[0] * 7)

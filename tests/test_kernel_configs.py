@@ -187,27 +187,6 @@ def test_gradients_of_16_bits_find_the_smallest_row(dtype):
     assert select_backward_config(dtype, 1, largest + 1) is None
 
 
-@pytest.mark.parametrize(
-    ("dims", "of"),
-    [
-        ((129, 128), (192, 128)),
-        ((160, 64), (192, 128)),
-        ((192, 128), (192, 128)),
-        ((160, 160), (192, 192)),
-        ((192, 129), (192, 192)),
-        ((192, 192), (192, 192)),
-        ((64, 136), (192, 192)),
-        ((128, 128), (128, 128)),
-        ((193, 64), (256, 256)),
-        ((64, 193), (256, 256)),
-    ],
-    ids=str,
-)
-def test_gradients_compare_both_head_dims(dims, of):
-    config = select_backward_config("bf16", *dims)
-    assert (config.head_dim, config.head_dim_v) == of and config.measured
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("select", "configs"),

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import GPU, TRITON_DTYPES, needs_hopper
+from helpers import GPU, TRITON_DTYPES, described, needs_hopper, on_hopper_gpu
 from test_masks import random_case
 from torch.nn.functional import pad
 
@@ -16,9 +16,7 @@ import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, masks
 from flashattn3.backends.hopper import backend as hopper
 from flashattn3.call.dtypes import FP8
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
+from flashattn3.call.operands import Tensors
 from flashattn3_bench.checking.rounding import gradient_rounding, out_rounding
 from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
@@ -167,8 +165,7 @@ def test_random_masks(backend, dtype):
         holds(mask, seen, q, k, v, backend, f"seed {seed}")
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 @pytest.mark.parametrize("dims", ((64,), (128,), (104, 72), (192, 128), (256,)), ids=str)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_each_hopper_kernel_sees_what_the_mask_shows(dims, dtype):
@@ -204,8 +201,7 @@ def test_keys_past_the_end_have_no_influence(keys, backend, dtype, dims):
     holds(masks.from_bool(seen), seen, q, k, v, backend, f"{keys} keys")
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper_gpu
 @pytest.mark.parametrize("dim", (64, 128))
 def test_deterministic_gradients_of_hopper_have_the_same_bits(dim):
     mask, _ = bits(2, 4, 1000, 1100)
@@ -390,9 +386,7 @@ def test_explain_shows_the_mask():
     explained = flashattn3.explain(q, k, v, mask=mask)
     assert explained.config["mask"] == "0 full and 1 partial of 1 blocks, 0.508 visible"
     q, k, v = (x.detach().half() for x in (q, k, v))
-    problem = describe(
-        tuple(map(metadata_of, Tensors(q, k, v, *(None,) * 7, *mask.tensors))), Options()
-    )
+    problem = described(Tensors(q, k, v, *(None,) * 7, *mask.tensors))
     assert hopper.score_reason(problem) is None
     assert hopper.score_reason(replace(problem, dtype=FP8)) is None
     wide = replace(problem, dtype=FP8, head_dim=192, head_dim_v=192)

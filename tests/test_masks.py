@@ -457,12 +457,3 @@ ERRORS = (
 def test_errors_name_the_argument(build, message):
     with pytest.raises((TypeError, ValueError), match=message):
         build()
-
-
-def test_a_mask_mod_of_another_device_is_refused():
-    shift = torch.ones(3, device="meta")
-    block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, "cpu")
-    block_mask.mask_mod = lambda b, h, q, k: q >= k + shift[h]
-    message = "shift, which mask_mod reads, must be on cpu as the block mask, got meta"
-    with pytest.raises(ValueError, match=message):
-        masks.from_block_mask(block_mask)

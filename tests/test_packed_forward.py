@@ -14,6 +14,7 @@ from helpers import (
     ORIN,
     WITHOUT_HOPPER,
     case_named,
+    described,
     forward_holds,
     gradients_hold,
     library_double,
@@ -21,9 +22,7 @@ from helpers import (
 
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
+from flashattn3.call.operands import Tensors
 from flashattn3.run.planner import choose
 from flashattn3_bench.checking import call, make_inputs, make_output_gradients
 
@@ -48,8 +47,7 @@ def plan(
         tensors = [*(x.flatten(0, 1) for x in tensors), edges, edges]
         options |= {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     tensors = Tensors(*tensors)._replace(**scores or {})
-    problem = describe(tuple(map(metadata_of, tensors)), Options(**options))
-    return choose(problem, device, backends)
+    return choose(described(tensors, **options), device, backends)
 
 
 def on_hopper(*shape, **options):

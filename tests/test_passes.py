@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashattn3 import (
     UnsupportedError,
     flash_attn_backward,
-    flash_attn_combine,
     flash_attn_forward,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -108,16 +107,6 @@ def test_varlen_parts_joined_by_lse_are_the_whole(backend, device):
     ]
     options = {"cu_seqlens_q": of_q, "max_seqlen_q": 9, "backend": backend, **OPTIONS}
     assert_close(ring(*inputs, parts, **options), wanted, dtype)
-
-
-def test_flash_attn_combine_joins_parts():
-    """It has lse as (batch, seqlen, heads)."""
-    q, k, v, _ = tensors("cpu", torch.float32, (2,), 20, 33)
-    found = [flash_attn_forward(q, k[:, i], v[:, i]) for i in (slice(0, 13), slice(13, 33))]
-    outs, lses = (torch.stack(x) for x in zip(*found, strict=True))
-    out, lse = flash_attn_combine(outs, lses.transpose(-1, -2))
-    wanted, of = flash_attn_func(q, k, v, return_lse=True)
-    torch.testing.assert_close((out, lse.transpose(-1, -2)), (wanted, of))
 
 
 def test_dense_keys_with_seqused_k():

@@ -5,13 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import A100, B200, H100, LOWERED_H100, RTX5090
+from helpers import A100, B200, H100, LOWERED_H100, RTX5090, described
 
 from flashattn3.backends.device import DeviceInfo, describe_device
 from flashattn3.backends.registry import REFERENCE, TRITON
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Scaled, Tensors, metadata_of
-from flashattn3.call.problem import describe
+from flashattn3.call.operands import Scaled, Tensors
 
 pytest.importorskip("triton")
 
@@ -53,7 +51,7 @@ def launches(
     """Of q, k and v that are views of rows of ``width`` elements."""
     rows = torch.empty(1, 64, 3, width, device="meta", dtype=torch.bfloat16)
     q, v = rows[..., :head_dim], rows[..., : head_dim_v or head_dim]
-    problem = describe(tuple(map(metadata_of, Tensors(q, q, v))), Options(**features))
+    problem = described(Tensors(q, q, v), **features)
     return all_launches(problem, TRITON.configure(problem, chip))
 
 
@@ -92,7 +90,7 @@ def test_a_token_stride_is_a_constant_if_a_block_has_offsets_of_32_bits(excess, 
     q = torch.empty(1, 64, 1, 64, device="meta", dtype=torch.bfloat16)
     k = torch.empty_strided(q.shape, (64 * stride, stride, 64, 1), device="meta", dtype=q.dtype)
     for tensors, of_k in ((Tensors(q, k, q), True), (Tensors(q, q, k), False)):
-        problem = describe(tuple(map(metadata_of, tensors)), Options())
+        problem = described(tensors)
         constants = all_launches(problem, TRITON.configure(problem, A100))["forward"].constants
         found = constants["K_STRIDE_S"], constants["V_STRIDE_S"]
         wanted = (stride if constant else 0), 64
@@ -120,7 +118,7 @@ def test_slices_of_a_block_that_is_no_power_of_two(features, constant, device, m
     shapes = (2, 70, 2, 64), (2, 149, 1, 64), (2, 149, 1, 40)
     of = {"dtype": torch.float16, "device": device, "generator": generator}
     tensors = Tensors(*(torch.randn(shape, **of) for shape in shapes))
-    problem = describe(tuple(map(metadata_of, tensors)), Options(**features))
+    problem = described(tensors, **features)
     device_info = describe_device(tensors.q.device)
     config = TRITON.configure(problem, device_info)
     splits = features.get("num_splits", 1)
@@ -142,15 +140,8 @@ def test_an_n_block_lies_within_a_descale_block(block, block_n):
     x = torch.empty(1, 512, 2, 64, device="meta", dtype=torch.float8_e4m3fn)
     descale = torch.empty(1, 2, 4 if block else 1, device="meta")
     side = Scaled(x, descale, block)
-    problem = describe(tuple(map(metadata_of, Tensors(side, side, side))), Options())
+    problem = described(Tensors(side, side, side))
     assert _forward_tile(SLICED, problem, A100) == SLICED._replace(block_n=block_n)
-
-
-def test_tcgen05_has_no_slices():
-    x = torch.empty(1, 64, 2, 64, device="meta", dtype=torch.bfloat16)
-    problem = describe(tuple(map(metadata_of, Tensors(x, x, x))), Options())
-    found = _forward_tile(SLICED, problem, B200._replace(lowering=100))
-    assert found == SLICED._replace(block_n=32, slice_n=0)
 
 
 @pytest.mark.parametrize("chip", [A100, H100, LOWERED_H100, B200, RTX5090], ids=lambda x: x.name)
@@ -159,8 +150,7 @@ def test_cached_kernels_multiply_whole_blocks_of_a_power_of_two(head_dim, chip):
     """Triton has no ranges of another length, and these kernels have no slices."""
     q = torch.empty(1, 300, 8, head_dim, device="meta", dtype=torch.bfloat16)
     k = q[:, :, :2]
-    problem = describe(tuple(map(metadata_of, Tensors(q, k, k))), Options(causal=True))
-    cached = as_cached(problem)
+    cached = as_cached(described(Tensors(q, k, k), causal=True))
     assert cached.rows > LARGEST_FEW_ROWS
     tile = select_tile(cached, chip)
     assert tile.block_n == padded(tile.block_n)
@@ -184,16 +174,22 @@ def test_dq_is_not_added_where_its_sum_would_be_mostly_padding(batch, rows):
     packed, edges = dense.flatten(0, 1), torch.empty(batch + 1, device="meta", dtype=torch.int32)
     lengths = {"max_seqlen_q": 4096, "max_seqlen_k": 4096, "function": "flash_attn_varlen_func"}
     for tensors, options in (
-        (Tensors(dense, dense, dense), Options()),
-        (Tensors(packed, packed, packed, edges, edges), Options(**lengths)),
+        (Tensors(dense, dense, dense), {}),
+        (Tensors(packed, packed, packed, edges, edges), lengths),
     ):
-        problem = describe(tuple(map(metadata_of, tensors)), options)
+        problem = described(tensors, **options)
         assert (TRITON.configure(problem, A100).tiles.bwd is None) == (rows < 16)
 
 
-def test_dq_is_not_added_by_tcgen05():
-    found = launches(64, 64, chip=B200._replace(lowering=100))
-    assert "bwd_dq" in found and "bwd" not in found
+def test_tcgen05_has_no_slices_no_parts_and_does_not_add_dq():
+    chip = B200._replace(lowering=100)
+    x = torch.empty(1, 64, 2, 64, device="meta", dtype=torch.bfloat16)
+    found = _forward_tile(SLICED, described(Tensors(x, x, x)), chip)
+    assert found == SLICED._replace(block_n=32, slice_n=0)
+    found = launches(96, 256, 80, chip)
+    assert "bwd" not in found
+    for name in ("forward", "bwd_dkdv", "bwd_dq"):
+        assert columns_of(found[name], True) == (128, 128, 128, 128)
 
 
 @triton.jit
@@ -275,44 +271,35 @@ def columns_of(launch, aligned) -> tuple[int, ...]:
     return tuple(constants[x] for x in ("BLOCK_D", "PART_D", "BLOCK_DV", "PART_DV"))
 
 
-@pytest.mark.parametrize("width", [256, 259])
 @pytest.mark.parametrize("dims", FORWARD_PARTS)
-def test_the_forward_with_mma_sync_multiplies_columns_in_parts(dims, width):
-    launch = launches(dims[0], width, dims[1], A100)["forward"]
-    for aligned in (True, False):
-        assert columns_of(launch, aligned) == FORWARD_PARTS[dims]
-
-
-@pytest.mark.parametrize("dims", FORWARD_PARTS)
-def test_the_forward_with_wgmma_does_so_where_loads_are_pipelined(dims):
+def test_the_forward_multiplies_columns_in_parts(dims):
+    """With WGMMA, where loads are pipelined: of aligned tensors with even strides."""
+    parts = FORWARD_PARTS[dims]
     whole = tuple(x for block in blocks_alike(*dims) for x in (block, block))
-    even, odd = (launches(dims[0], width, dims[1], H100)["forward"] for width in (256, 259))
-    in_parts = FORWARD_PARTS[dims] if dims[1] % 8 == 0 else whole
-    assert columns_of(even, True) == in_parts
-    assert columns_of(even, False) == columns_of(odd, True) == columns_of(odd, False) == whole
+    with_wgmma = parts if dims[1] % 8 == 0 else whole
+    for chip, width, of_aligned, of_unaligned in (
+        (A100, 256, parts, parts),
+        (A100, 259, parts, parts),
+        (H100, 256, with_wgmma, whole),
+        (H100, 259, whole, whole),
+    ):
+        launch = launches(dims[0], width, dims[1], chip)["forward"]
+        found = columns_of(launch, True), columns_of(launch, False)
+        assert found == (of_aligned, of_unaligned), (chip.name, width)
 
 
 @pytest.mark.parametrize("dims", BACKWARD_PARTS)
-def test_the_backward_with_mma_sync_multiplies_columns_in_parts(dims):
+def test_the_backward_multiplies_columns_in_parts(dims):
+    """With WGMMA, in parts as narrow as its rows."""
     found = launches(dims[0], 256, dims[1], A100)
     assert columns_of(found["bwd"], True) == BACKWARD_PARTS[dims]
     for name in ("bwd_preprocess", "bwd_postprocess"):  # agree on dq_accum
         constants = found[name].constants
         assert (constants["BLOCK_D"], constants["PART_D"]) == BACKWARD_PARTS[dims][:2]
-
-
-@pytest.mark.parametrize("dims", BACKWARD_PARTS)
-def test_the_backward_with_wgmma_has_parts_as_narrow_as_its_rows(dims):
     found = launches(dims[0], 256, dims[1], H100)
     wanted = (144, 64, 160, 64) if dims == (136, 160) else BACKWARD_PARTS[dims]
     for name in ("bwd_dkdv", "bwd_dq"):
         assert columns_of(found[name], True) == wanted
-
-
-def test_tcgen05_multiplies_whole_columns():
-    found = launches(96, 256, 80, B200._replace(lowering=100))
-    for name in ("forward", "bwd_dkdv", "bwd_dq"):
-        assert columns_of(found[name], True) == (128, 128, 128, 128)
 
 
 @pytest.mark.parametrize("head_dim", [8, 56, 64, 128, 256])
@@ -325,56 +312,46 @@ def test_eight_bit_v_has_at_least_the_swizzle_of_k_with_wgmma(head_dim, head_dim
     assert columns["BLOCK_DV"] >= padded(head_dim_v)
 
 
-def test_a_variable_launch_compiles_for_the_unit_of_each_calls_strides(monkeypatch):
+def recorded_launches(module, monkeypatch):
+    """A kernel for a launch of the module, and the list of its launches: its constants where Triton
+    looks at the arguments, "started" where the compiled kernel is started without a look."""
     launched = []
 
     class Compiled:
         pass
 
-    def start(*arguments):
-        launched.append("compiled")
-
-    def inspected(*arguments, **constants):
-        launched.append((constants["STRIDE_UNIT"], constants["BLOCK"]))
+    def kernel(*arguments, **constants):
+        launched.append(constants)
         return Compiled()
 
-    monkeypatch.setattr(variable_launch, "CompiledKernel", Compiled)
-    monkeypatch.setattr(variable_launch, "starter", lambda compiled: start)
+    monkeypatch.setattr(module, "CompiledKernel", Compiled)
+    monkeypatch.setattr(module, "starter", lambda _: lambda *arguments: launched.append("started"))
+    return kernel, launched
+
+
+ALIGNED, UNALIGNED = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (160, 168))
+
+
+def test_a_variable_launch_compiles_for_the_unit_of_each_calls_strides(monkeypatch):
+    kernel, launched = recorded_launches(variable_launch, monkeypatch)
     constants = {"STRIDE_UNIT": 1, "BLOCK": 32}
     grid, wide = (1, 1, 1), {"BLOCK": 64}
-    run = variable_launch.VariableLaunch({grid: inspected}, 1, constants, {}, wide, 1)
-    tensor, unaligned = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (160, 168))
+    run = variable_launch.VariableLaunch({grid: kernel}, 1, constants, {}, wide, 1)
     for stride in (64, 40, 36, 33, 40, 36, 128):
-        run(grid, (tensor,), (stride, 7), ())
-    run(grid, (unaligned,), (40, 7), ())
-    assert launched == [
-        *((1, 32), (8, 32), (4, 32), (1, 64)),
-        *("compiled", "compiled", "compiled"),
-        (8, 64),
-    ]
+        run(grid, (ALIGNED,), (stride, 7), ())
+    run(grid, (UNALIGNED,), (40, 7), ())
+    inspected = [(x["STRIDE_UNIT"], x["BLOCK"]) for x in launched if x != "started"]
+    assert inspected == [(1, 32), (8, 32), (4, 32), (1, 64), (8, 64)]
+    assert launched[4:7] == ["started"] * 3
     assert run.constants == constants
 
 
 def test_a_tensor_that_is_not_aligned_takes_tritons_own_specialization(monkeypatch):
-    launched = []
-
-    class Compiled:
-        pass
-
-    def start(*arguments):
-        launched.append("aligned")
-
-    def inspected(*arguments, **named):
-        launched.append("inspected")
-        return Compiled()
-
-    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    monkeypatch.setattr(launch, "starter", lambda compiled: start)
-    run = launch.Launch({(1, 1, 1): inspected}, ("bf16",), (1, 1, 1), (), {}, {})
-    aligned, unaligned = (SimpleNamespace(data_ptr=lambda at=at: at) for at in (160, 168))
-    for tensor in (unaligned, aligned, aligned, unaligned, aligned):
+    kernel, launched = recorded_launches(launch, monkeypatch)
+    run = launch.Launch({(1, 1, 1): kernel}, ("bf16",), (1, 1, 1), (), {}, {})
+    for tensor in (UNALIGNED, ALIGNED, ALIGNED, UNALIGNED, ALIGNED):
         run(tensor)
-    assert launched == ["inspected", "inspected", "aligned", "inspected", "aligned"]
+    assert [x == "started" for x in launched] == [False, False, True, False, True]
 
 
 @pytest.mark.parametrize("hook", [None, "launch_enter_hook", "launch_exit_hook"])
