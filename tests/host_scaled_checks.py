@@ -13,6 +13,7 @@ import torch
 from helpers import H100
 from host_cached_checks import events_of
 from test_host_work import work_of
+from test_rotate_and_quantize import COS, SIN, WRONG, K, Q, V
 
 from flashattn3 import UnsupportedError, flash_attn_func, masks, rotate_and_quantize
 from flashattn3.call.block_scaled import BlockScaled
@@ -157,36 +158,6 @@ ROTATIONS = {
         rotary_call(q=bf16(2, 40, 8, 64).requires_grad_(), k=None, v=None, num_heads_q=4), True,
     ),
 }  # fmt: skip
-WRONG_ROTATIONS = {
-    "few positions": rotary_call(rows=(2, 48)),
-    "sin": rotary_call(rotary_sin=torch.zeros(40, 16)),
-    "sin's dtype": rotary_call(rotary_sin=bf16(40, 32)),
-    "tables": rotary_call(half=64),
-    "positions": rotary_call(positions=torch.zeros(80, dtype=torch.int32)),
-    "positions' dtype": rotary_call(positions=torch.zeros(2, 40)),
-    "positions alone": rotary_call(
-        rotary_cos=None, rotary_sin=None, positions=torch.zeros(2, 40, dtype=torch.int32)
-    ),
-    "tokens of k": rotary_call(k=bf16(2, 39, 2, 64)),
-    "dtype of v": rotary_call(v=torch.zeros(2, 40, 2, 64)),
-    "heads": rotary_call(heads=(4, 3)),
-    "head dim of k": rotary_call(k=bf16(2, 40, 2, 128)),
-    "heads of v": rotary_call(v=bf16(2, 40, 4, 64)),
-    "v": rotary_call(v=None),
-    "rotation": rotary_call(dims=(96, 96)),
-    "norm": rotary_call(q_norm=torch.ones(32)),
-    "norm of no k": rotary_call(k=None, v=None, k_norm=torch.ones(64)),
-    "packed heads": rotary_call(k=None, v=None, num_heads_q=3),
-    "no heads": rotary_call(k=None, v=None, num_heads_q=0),
-    "negative heads": rotary_call(k=None, v=None, num_heads_q=-1),
-    "packed k": rotary_call(num_heads_q=2),
-    "longest of a dense batch": rotary_call(max_seqlen=40),
-    "no longest": varlen(max_seqlen=None),
-    "edges": varlen(cu_seqlens=torch.tensor([0, 40])),
-    "block": rotary_call(block=32),
-    "dtype": rotary_call(qk_dtype=torch.float16),
-    "gradient of tables": rotary_call(rotary_cos=torch.zeros(40, 32).requires_grad_()),
-}
 
 
 def check_rotations_that_python_does_not_check(host):
@@ -198,23 +169,25 @@ def check_rotations_that_python_does_not_check(host):
         checked = rotary_quantization._checked
         patch.setattr(rotary_quantization, "_checked", lambda *x: counts.append(1) or checked(*x))
         rotate_and_quantize(**rotary_call())
-        found, words = {}, {}
-        calls = {name: call for name, (call, _) in ROTATIONS.items()} | WRONG_ROTATIONS
-        for name, call in calls.items():
+        rotate_and_quantize(Q, K, V, COS, SIN)
+        run = partial(partial, rotate_and_quantize)
+        calls = [(name, run(**call), taken, False) for name, (call, taken) in ROTATIONS.items()]
+        calls += [(name, run(*x, **named), False, True) for name, (x, named, _) in WRONG.items()]
+        found = []
+        for name, call, taken, _ in calls:
             counts.clear()
-            words[name] = []
-            found[name] = outcome(host, partial(rotate_and_quantize, **call), words[name])
-            taken = name in ROTATIONS and ROTATIONS[name][1] and call is ROTATIONS[name][0]
+            words = []
+            found.append((outcome(host, call, words), words))
             assert bool(counts) != taken, name
         patch.setattr(rotary_quantization, "_at_once", lambda: lambda *call: (None, None))
-        for name, call in calls.items():
+        for (name, call, taken, is_wrong), (result, words) in zip(calls, found, strict=True):
             given = []
-            wanted = outcome(host, partial(rotate_and_quantize, **call), given)
-            assert found[name] == wanted, name
-            assert len(words[name]) == len(given) == (wanted[3] is None), name
-            if name in ROTATIONS and ROTATIONS[name][1]:  # else of copies
-                assert words[name] == given, name
-            assert (wanted[3] is not None) == (call is WRONG_ROTATIONS.get(name)), name
+            wanted = outcome(host, call, given)
+            assert result == wanted, name
+            assert len(words) == len(given) == (wanted[3] is None), name
+            if taken:  # else of copies
+                assert words == given, name
+            assert (wanted[3] is not None) == is_wrong, name
             assert [x[0] for x in wanted[0]].count("launch") == (wanted[3] is None), name
 
 

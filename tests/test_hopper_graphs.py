@@ -46,6 +46,14 @@ def on_a_new_stream(call):
     torch.cuda.synchronize()
 
 
+def captured(call, tensors, repeats=1):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            found = call(*tensors)
+    return graph, found[0]
+
+
 @pytest.mark.parametrize("before", ["kernel", "copy", "memset", "attention"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("call", [forward, gradients, fp8], ids=lambda call: call.__name__)
@@ -86,9 +94,7 @@ def test_a_replay_runs_the_kernel_alone(call):
     """Counters are zero after each launch, so a replay does not clear them."""
     tensors = inputs(128)
     on_a_new_stream(lambda: call(*tensors))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call(*tensors)
+    graph, found = captured(call, tensors)
     graph.replay()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(2):
@@ -96,7 +102,7 @@ def test_a_replay_runs_the_kernel_alone(call):
         torch.cuda.synchronize()
     on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert len(on_gpu) == 2 and "flashattn3" in on_gpu[0], on_gpu
-    assert torch.equal(found[0], call(*tensors)[0])
+    assert torch.equal(found, call(*tensors)[0])
 
 
 @pytest.mark.parametrize("call", [forward, gradients, cached], ids=lambda call: call.__name__)
@@ -115,10 +121,8 @@ def test_two_streams_of_one_capture(call):
         torch.cuda.current_stream().wait_stream(branch)
     for _ in range(5):
         graph.replay()
-    for found in first:
-        assert all(map(torch.equal, found, wanted[0]))
-    for found in second:
-        assert all(map(torch.equal, found, wanted[1]))
+    for results, of in ((first, wanted[0]), (second, wanted[1])):
+        assert all(all(map(torch.equal, found, of)) for found in results)
 
 
 def test_each_call_of_a_long_graph_reads_the_one_before():
@@ -128,25 +132,15 @@ def test_each_call_of_a_long_graph_reads_the_one_before():
     def chain(x):
         for _ in range(16):
             x = flash_attn_func(x, k, v, causal=True, backend="hopper")
-        return x
+        return (x,)
 
-    wanted = chain(q)
+    (wanted,) = chain(q)
     on_a_new_stream(lambda: chain(q))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain(q)
+    graph, found = captured(chain, [q])
     for _ in range(5):
         found.fill_(float("nan"))
         graph.replay()
         assert torch.equal(found, wanted)
-
-
-def captured(call, tensors, repeats=1):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            found = call(*tensors)
-    return graph, found[0]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import GPU, needs_hopper
+from helpers import GPU, SIXTEEN_BIT, on_hopper_gpu
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +85,7 @@ def test_the_largest_numbers_of_float32_stay_finite(eight):
     torch.testing.assert_close(quantized.dequantize().flatten(), x.flatten(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
+@of_both
 def test_blocks_do_not_see_each_other(eight):
     x = normal(1, 256, 2, 16)
     x[:, 128:] *= 1e4
@@ -94,9 +94,17 @@ def test_blocks_do_not_see_each_other(eight):
 
 
 @of_both
-def test_zeros_have_the_smallest_descale(eight):
-    quantized = quantize_block_fp8(torch.zeros(1, 65, 2, 8), block=64, dtype=eight)
-    assert (quantized.descale == 2.0**-126).all() and (quantized.dequantize() == 0).all()
+@pytest.mark.parametrize("exponent", [None, -149, -140, -127, -120, -119, -118, -117, -116])
+def test_tiny_blocks_keep_a_normal_scale(exponent, eight):
+    """None: a block of zeros."""
+    x = torch.full((1, 65, 2, 8), 0.0 if exponent is None else 2.0**exponent)
+    quantized = quantize_block_fp8(x, block=64, dtype=eight)
+    assert (quantized.descale >= 2.0**-126).all()
+    assert_close_by_block(x, quantized)
+    if x.max() <= LARGEST[eight] * 2.0**-126:
+        assert (quantized.descale == 2.0**-126).all()
+    if exponent is None:
+        assert (quantized.dequantize() == 0).all()
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
@@ -251,17 +259,6 @@ def test_the_definition_in_numpy(eight):
         return
     scaled = torch.from_numpy(scaled).clamp(-448, 448)
     assert torch.equal(bits(data), bits(scaled.to(FP8)))
-
-
-@of_both
-@pytest.mark.parametrize("exponent", [-149, -140, -127, -120, -119, -118, -117, -116])
-def test_tiny_blocks_keep_a_normal_scale(exponent, eight):
-    x = torch.full((1, 64, 1, 8), 2.0**exponent)
-    quantized = quantize_block_fp8(x, block=64, dtype=eight)
-    assert (quantized.descale >= 2.0**-126).all()
-    assert_close_by_block(x, quantized)
-    if 2.0**exponent <= LARGEST[eight] * 2.0**-126:
-        assert (quantized.descale == 2.0**-126).all()
 
 
 @of_both
@@ -634,7 +631,13 @@ def assert_qkv_are_torchs_bytes(tensors, block, hadamard, eight, smooth, edges=N
 
 
 @of_both
-@pytest.mark.interpreted(quick=lambda tokens, hadamard, **_: hadamard == (tokens[0] < tokens[1]))
+@pytest.mark.interpreted(
+    quick=lambda tokens, hadamard, **_: hadamard == (tokens[0] < tokens[1]),
+    # Each two of tokens, rotation and dtype meet without it.
+    sweep=lambda tokens, hadamard, eight, **_: (
+        (tokens[0] < tokens[1]) == (hadamard == (eight == INT8))
+    ),
+)
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "heads", "columns"),  # of q and of k, but the columns of q and of v
@@ -690,31 +693,24 @@ def test_ragged_q_k_and_v_at_once(eight, device, poisoned_memory):
         assert_qkv_are_torchs_bytes((q, k, v), block, True, eight, smooth, edges, (130, 257))
 
 
-@needs_hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on_hopper_gpu
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 @pytest.mark.parametrize("block", [64, 128, 256])
-@pytest.mark.parametrize("head_dim", [1, 7, 8, 40, 64, 96, 128, 192, 200, 256])
-def test_hopper_on_every_head_dim(head_dim, block, dtype, device, poisoned_memory):
-    for seqlen in (1, 64, 333, 1024):
+@pytest.mark.parametrize(
+    ("hadamard", "head_dim"),
+    [
+        *((False, d) for d in (1, 7, 8, 40, 64, 96, 128, 192, 200, 256)),
+        *((True, d) for d in (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+    ],
+)
+def test_hopper_on_every_head_dim(hadamard, head_dim, block, dtype, device, poisoned_memory):
+    for seqlen in (3, 300) if hadamard else (1, 64, 333, 1024):
         x = spoiled(normal(2, seqlen, 3, head_dim, dtype=dtype) * 3).to(device)
         assert dispatch.on_hopper(x)
-        assert_hopper_gives_torchs_bytes(x, block)
+        assert_hopper_gives_torchs_bytes(x, block, hadamard)
 
 
-@needs_hopper
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block", [64, 128, 256])
-@pytest.mark.parametrize("head_dim", [1, 2, 4, 8, 16, 32, 64, 128, 256])
-def test_hopper_rotates(head_dim, block, dtype, device, poisoned_memory):
-    for seqlen in (3, 300):
-        x = spoiled(normal(2, seqlen, 3, head_dim, dtype=dtype) * 3).to(device)
-        assert_hopper_gives_torchs_bytes(x, block, hadamard=True)
-
-
-@needs_hopper
-@pytest.mark.gpu
+@on_hopper_gpu
 @pytest.mark.parametrize("block", [64, 128, 256])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_hopper_on_ragged_sequences(head_dim, block, device, poisoned_memory):
@@ -726,8 +722,7 @@ def test_hopper_on_ragged_sequences(head_dim, block, device, poisoned_memory):
             assert_hopper_gives_torchs_bytes(x, block, hadamard, edges.to(device), 500)
 
 
-@needs_hopper
-@pytest.mark.gpu
+@on_hopper_gpu
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_hopper_on_any_strides_and_addresses(hadamard, device):
     big = normal(2, 4, 200, 3, 72, dtype=torch.bfloat16).to(device)
@@ -743,8 +738,7 @@ def test_hopper_on_any_strides_and_addresses(hadamard, device):
         assert_hopper_gives_torchs_bytes(x, 128, hadamard)
 
 
-@needs_hopper
-@pytest.mark.gpu
+@on_hopper_gpu
 def test_hopper_on_denormals_and_the_whole_range(device):
     x = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16).view(1, 512, 1, 128)
     assert_hopper_gives_torchs_bytes(x.to(device), 64)
@@ -754,8 +748,7 @@ def test_hopper_on_denormals_and_the_whole_range(device):
         assert_hopper_gives_torchs_bytes(tiny, 128, hadamard)
 
 
-@needs_hopper
-@pytest.mark.gpu
+@on_hopper_gpu
 def test_v_gets_slots_where_hopper_takes_it(device):
     v = normal(1, 100, 2, 64).to(device)
     for dtype in (torch.float32, torch.bfloat16):
@@ -763,8 +756,7 @@ def test_v_gets_slots_where_hopper_takes_it(device):
         assert quantize_block_fp8(v.to(dtype), kind="k").layout == "rows"
 
 
-@needs_hopper
-@pytest.mark.gpu
+@on_hopper_gpu
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -799,8 +791,7 @@ def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
         torch.ops.flashattn3_hopper.quantize(**there)
 
 
-@needs_hopper
-@pytest.mark.gpu
+@on_hopper_gpu
 def test_the_operator_takes_one_dtype_for_q_k_and_v(device):
     q = torch.zeros(1, 2, 3, 8, device=device).half()
     with pytest.raises(RuntimeError, match="dtypes of q, k and v must be equal"):

@@ -55,26 +55,36 @@ CASES = {
 }
 
 
+def arguments_of(how, dtype, device):
+    """Take what describes inputs out of how: q, k and v, cos and sin, what a call names besides,
+    and the lengths of sequences."""
+    varlen, norm, positions = (how.pop(x, False) for x in ("varlen", "norm", "positions"))
+    tensors = sides(dtype, device, how.pop("dims", (64, 64)), varlen)
+    rotary = how.pop("rotary", None)
+    rotation = (None, None) if rotary is None else tables(**rotary, device=device)
+    rows, lengths, named = tensors[0].shape[:-2], {}, {}
+    if varlen:
+        edges = torch.tensor(EDGES, dtype=torch.int32, device=device)
+        lengths = {"cu_seqlens": edges, "max_seqlen": 120}
+    if positions:
+        numbers = torch.arange(rows.numel(), device=device) * 7 % 200
+        named["positions"] = numbers.int().view(rows)
+    if norm:
+        weight = torch.linspace(0.5, 2, tensors[0].shape[-1], device=device)
+        named |= {"q_norm": weight, "k_norm": weight.clone()}
+    return tensors, rotation, named, lengths
+
+
 @pytest.mark.parametrize("dtype", TRITON_DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_one_pass_gives_what_the_passes_give(name, dtype, device):
     """Bit for bit; with a norm, whose sum has another order, but for codes next to each other."""
     how = dict(CASES[name])
-    varlen, norm = how.pop("varlen", False), how.pop("norm", False)
-    q, k, v = sides(dtype, device, how.pop("dims", (64, 64)), varlen)
-    rotary = how.pop("rotary", None)
-    cos, sin = (None, None) if rotary is None else tables(**rotary, device=device)
-    lengths = {}
-    if varlen:
-        edges = torch.tensor(EDGES, dtype=torch.int32, device=device)
-        lengths = {"cu_seqlens": edges, "max_seqlen": 120}
-    positions = None
-    if how.pop("positions", False):
-        positions = (torch.arange(q[..., 0, 0].numel(), device=device) * 7 % 200).int()
-        positions = positions.view(q.shape[:-2])
-    weights = [torch.linspace(0.5, 2, q.shape[-1], device=device, dtype=dtype)] * 2
-    weights = weights if norm else [None, None]
-    named = {"q_norm": weights[0], "k_norm": weights[1], "positions": positions}
+    (q, k, v), (cos, sin), named, lengths = arguments_of(how, dtype, device)
+    norm, varlen = "q_norm" in named, bool(lengths)
+    if norm:
+        named |= {x: named[x].to(dtype) for x in ("q_norm", "k_norm")}
+    weights, positions = (named.get("q_norm"), named.get("k_norm")), named.get("positions")
     found = rotate_and_quantize(q, k, v, cos, sin, **named, **lengths, **how)
     interleaved, smooth = how.pop("rotary_interleaved", False), how.pop("smooth_k", False)
     embedding = Embedding(*weights, cos, sin, positions, interleaved, 1e-6)
@@ -145,11 +155,19 @@ def test_packed_and_strided_inputs_and_q_alone():
 
 
 Q, K, V = sides(torch.float16, "cpu")
-COS, SIN = tables()
+COS, SIN = tables(64)
+TOKENS = [x.flatten(0, 1) for x in (Q, K, V)]
+TWO = torch.tensor((0, 150, 300), dtype=torch.int32)
+# Wrong in their metadata; tests/host_scaled_checks.py has them too.
 WRONG = {
     "few positions": ((Q, K, V, COS[:99], SIN[:99]), {}, r"rotary_cos.shape\[0\] must be >= 150"),
-    "positions": (
-        (Q, K, V, COS, SIN), {"positions": torch.full((2, 150), 200)}, "between 0 and 199, rows of",
+    "sin": ((Q, K, V, COS, SIN[:, :16]), {}, r"rotary_sin.shape must be \(200, 32\)"),
+    "sin's dtype": ((Q, K, V, COS, SIN.bfloat16()), {}, "rotary_sin.dtype must be one of"),
+    "gradient of tables": (
+        (Q, K, V, COS.clone().requires_grad_(), SIN), {}, r"rotary_cos\.requires_grad must",
+    ),
+    "positions' dtype": (
+        (Q, K, V, COS, SIN), {"positions": torch.zeros(2, 150)}, "positions.dtype must be one of",
     ),
     "positions' shape": ((Q, K, V, COS, SIN), {"positions": torch.ones(150).int()}, "positions.sh"),
     "no tables": ((Q, K, V), {"positions": torch.ones(2, 150).int()}, "positions must be None"),
@@ -161,23 +179,37 @@ WRONG = {
     "norm of no k": ((Q,), {"k_norm": torch.ones(64)}, "k_norm must be None without k"),
     "smooth q": ((Q,), {"smooth_k": True}, "smooth_k must be False without k"),
     "k alone": ((Q, K), {}, "v must be given with the other"),
-    "heads": ((Q,), {"num_heads_q": 3}, "num_heads_q must be such that an even number of 4"),
+    "packed heads": ((Q,), {"num_heads_q": 3}, "num_heads_q must be such that an even number of 4"),
+    "no heads": ((Q,), {"num_heads_q": 0}, "num_heads_q must be such that an even number of 4"),
+    "negative heads": ((Q,), {"num_heads_q": -1}, "num_heads_q must be such that an even number"),
+    "packed k": ((Q, K, V), {"num_heads_q": 2}, "num_heads_q must be None with k and v, got 2"),
     "dtype": ((Q.float(), K, V), {}, "q.dtype must be one of"),
+    "dtype of v": ((Q, K, V.float()), {}, "v.dtype must be one of"),
+    "qk_dtype": ((Q, K, V), {"qk_dtype": torch.float16}, "qk_dtype must be one of"),
     "tokens": ((Q, K[:, :9], V), {}, r"k.shape must be \(2, 150, 2, 64\)"),
+    "heads": ((Q[:, :, :3], K, V), {}, r"k.shape\[-2\] must be a divisor of 3, got 2"),
+    "head dim of k": ((Q, K[..., :32], V), {}, r"k.shape must be \(2, 150, 2, 64\)"),
+    "heads of v": ((Q, K, Q), {}, r"v.shape must be \(2, 150, 2, 64\)"),
     "block": ((Q, K, V), {"block": 32}, "block must be one of"),
-    "edges": (
-        [x.flatten(0, 1) for x in (Q, K, V)],
-        {"cu_seqlens": torch.tensor((0, 400), dtype=torch.int32), "max_seqlen": 400},
-        r"cu_seqlens\[-1\] must be <= 300",
+    "edges' dtype": (
+        TOKENS, {"cu_seqlens": TWO.long(), "max_seqlen": 150}, "cu_seqlens.dtype must be torch",
     ),
+    "no max_seqlen": (TOKENS, {"cu_seqlens": TWO}, "max_seqlen must be given with cu_seqlens"),
     "max_seqlen": ((Q, K, V), {"max_seqlen": 4}, "max_seqlen must be given with cu_seqlens"),
+}  # fmt: skip
+WRONG_VALUES = {
+    "positions": (
+        (Q, K, V, COS, SIN), {"positions": torch.full((2, 150), 200)}, "between 0 and 199, rows of",
+    ),
+    "edges": (TOKENS, {"cu_seqlens": 2 * TWO, "max_seqlen": 400}, r"cu_seqlens\[-1\] must be <= 3"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", WRONG | WRONG_VALUES)
 def test_wrong_arguments_are_named(name):
-    arguments, named, sentence = WRONG[name]
-    with pytest.raises((TypeError, ValueError), match=f"^rotate_and_quantize: .*{sentence}"):
+    arguments, named, sentence = (WRONG | WRONG_VALUES)[name]
+    errors = TypeError, ValueError, UnsupportedError
+    with pytest.raises(errors, match=f"^rotate_and_quantize: .*{sentence}"):
         rotate_and_quantize(*arguments, **named)
 
 
@@ -194,37 +226,23 @@ DIFFERENTIABLE = {
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_of_the_pair(name, device):
     """Against float64: of attention at the quantized values, then of the embedding."""
-    how = dict(DIFFERENTIABLE[name])
-    varlen, norm, dtype = how.pop("varlen", False), how.pop("norm", False), TRITON_DTYPES[-1]
-    leaves = [x.requires_grad_() for x in sides(dtype, device, (64, 64), varlen)]
-    if varlen:  # tokens of no sequence have no gradient
-        leaves = [x.detach()[: EDGES[-1]].requires_grad_() for x in leaves]
-    rotary = how.pop("rotary", None)
-    cos, sin = (None, None) if rotary is None else tables(**rotary, device=device)
-    lengths, of_call, edges = {}, {}, None
-    if varlen:
-        edges = torch.tensor(EDGES, dtype=torch.int32, device=device)
-        lengths = {"cu_seqlens": edges, "max_seqlen": 120}
+    how, dtype = dict(DIFFERENTIABLE[name]), TRITON_DTYPES[-1]
+    leaves, (cos, sin), named, lengths = arguments_of(how, dtype, device)
+    edges, of_call, attend = lengths.get("cu_seqlens"), {}, flash_attn_func
+    if lengths:  # tokens of no sequence have no gradient
+        leaves, attend = [x[: EDGES[-1]] for x in leaves], flash_attn_varlen_func
         of_call = {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
         of_call |= {"max_seqlen_q": 120, "max_seqlen_k": 120}
-    positions = None
-    if how.pop("positions", False):
-        positions = (torch.arange(leaves[0][..., 0, 0].numel(), device=device) * 7 % 200).int()
-        positions = positions.view(leaves[0].shape[:-2])
-    weights = [None, None]
-    if norm:
-        weights = [torch.linspace(0.5, 2, 64, device=device).requires_grad_() for _ in weights]
+    weights = [named[x] for x in ("q_norm", "k_norm") if x in named]
+    wanted_of = [x.requires_grad_() for x in (*leaves, *weights)]
     q, k, v = leaves
-    named = {"q_norm": weights[0], "k_norm": weights[1], "positions": positions}
     scaled = rotate_and_quantize(q, k, v, cos, sin, **named, **lengths, **how)
-    attend = flash_attn_varlen_func if varlen else flash_attn_func
     out = attend(*scaled, **of_call, causal=True, out_dtype=dtype)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    wanted_of = [x for x in (*leaves, *weights) if x is not None]
     got = torch.autograd.grad(out, wanted_of, dout)
 
     attend = partial(attend, **of_call, causal=True)
-    options = positions, how.get("rotary_interleaved", False), 1e-6
+    options = named.get("positions"), how.get("rotary_interleaved", False), 1e-6
     reference = of_the_passes(attend, scaled, wanted_of, dout, (cos, sin, *options), edges, True)
     baseline = of_the_passes(attend, scaled, wanted_of, dout, (cos, sin, *options), edges, False)
     names = "dq", "dk", "dv", "dq_norm", "dk_norm"
@@ -268,8 +286,6 @@ def test_where_gradients_pass():
     mixed = scaled[0], *(quantize_block_fp8(x, kind=of, hadamard=of == "k", dtype=scaled[i].dtype)
                          for i, (of, x) in enumerate((("k", K), ("v", V)), 1))  # fmt: skip
     assert torch.autograd.grad(flash_attn_func(*mixed).sum(), q)[0].shape == q.shape
-    with pytest.raises(UnsupportedError, match=r"rotary_cos\.requires_grad"):
-        rotate_and_quantize(Q, K, V, COS.clone().requires_grad_(), SIN)
     with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
         torch.func.grad(lambda q: flash_attn_func(*rotate_and_quantize(q, K, V)).sum())(Q)
     with pytest.raises(ValueError, match=r"gradient\.shape must be"):
