@@ -191,6 +191,25 @@ def test_a_compiled_step_has_one_graph_for_all_steps(device, fresh_dynamo):
     assert len(graphs) == 1, f"{len(graphs)} graphs"
 
 
+@pytest.mark.parametrize("given", ["out", "prefix"])
+def test_a_compiled_call_takes_further_lengths(given, device, fresh_dynamo):
+    """The checks of out and of a prefix read shapes that the second call makes symbolic."""
+
+    def step(q, cache, seqlens, table, out):
+        options = {"out": out} if given == "out" else {"prefix_page_table": table, "prefix_len": 3}
+        lengths = {"cache_seqlens": seqlens, "page_table": table, "causal": True}
+        return flash_attn_with_kvcache(q, cache, cache, **lengths, **options)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    table = torch.arange(3, dtype=torch.int32, device=device)[None]
+    seqlens = torch.tensor([9], dtype=torch.int32, device=device)
+    for seqlen_q, pages in ((5, 3), (6, 4)):
+        q = torch.randn(1, seqlen_q, 4, 16, device=device)
+        of_call = q, torch.randn(pages, 4, 2, 16, device=device), seqlens, table
+        wanted = step(*of_call, torch.empty_like(q))
+        torch.testing.assert_close(compiled(*of_call, torch.empty_like(q)), wanted)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode, device):
     case = CacheCase("mode", (9, 17))

@@ -25,7 +25,7 @@ class Metadata(NamedTuple):
 
     @property
     def rows_are_dense(self) -> bool:
-        return not self.shape or self.shape[-1] <= 1 or self.stride[-1] == 1
+        return len(self.shape) == 0 or self.shape[-1] <= 1 or self.stride[-1] == 1
 
     @property
     def rows_are_aligned(self) -> bool:
