@@ -62,13 +62,28 @@ def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
     top = None if _is_compiling() else _transforms()
     if top is None:
         return
-    functional = top.key() == torch._C._functorch.TransformType.Functionalize
-    if functional or any(map(torch._C._functorch.is_batchedtensor, tensors)):
-        name = "functionalize" if functional else "vmap"
-        raise UnsupportedError(
-            f"{function}: torch.func.{name} is not supported, because results are written in "
-            f"place; call it outside of {name}"
-        )
+    reason = ", because results are written in place"
+    if _is_functionalize(top):
+        raise _no_transform(function, "functionalize", reason)
+    if any(map(torch._C._functorch.is_batchedtensor, tensors)):
+        raise _no_transform(function, "vmap", reason)
+
+
+def refuse_functionalize(function: str) -> None:
+    """Raise inside functionalize, also around other transforms: torch has no rule for autograd
+    functions there."""
+    if any(map(_is_functionalize, torch._C._functorch.get_interpreter_stack() or ())):
+        raise _no_transform(function, "functionalize")
+
+
+def _is_functionalize(transform) -> bool:
+    return transform.key() == torch._C._functorch.TransformType.Functionalize
+
+
+def _no_transform(function: str, name: str, reason: str = "") -> UnsupportedError:
+    return UnsupportedError(
+        f"{function}: torch.func.{name} is not supported{reason}; call it outside of {name}"
+    )
 
 
 def autocasts(kind: str) -> bool:

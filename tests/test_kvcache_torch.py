@@ -249,7 +249,7 @@ TRANSFORMS = {
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace")
 @pytest.mark.parametrize(
     ("name", "transform"),
-    [*((name, "trace") for name in DENSE), *itertools.product(CALLS, TRANSFORMS)],
+    [*itertools.product(DENSE, ("trace", "functionalize")), *itertools.product(CALLS, TRANSFORMS)],
 )
 def test_transforms_that_a_call_does_not_support_are_named(name, transform):
     apply, sentence = TRANSFORMS[transform]

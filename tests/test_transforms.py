@@ -3,6 +3,7 @@ what torch.compile must not break on."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -265,14 +266,15 @@ def compiled(function):
 @pytest.mark.xfail(
     torch.__version__ < "2.10", reason="torch 2.9 does not trace Tensor.item()", strict=True
 )
-def test_compiled_with_a_length_in_a_tensor(fresh_dynamo):
+@pytest.mark.parametrize("scalar", [torch.tensor, np.int64])
+def test_compiled_with_a_length_in_a_scalar_of_torch_or_numpy(scalar, fresh_dynamo):
     tensors = operands(varlen)
 
     def run(q, k, v, longest):
         return flash_attn_varlen_func(q, k, v, EDGES_Q, EDGES_K, longest, longest)
 
     for longest in (3, 4):
-        longest = torch.tensor(longest)
+        longest = scalar(longest)
         torch.testing.assert_close(compiled(run)(*tensors, longest), run(*tensors, longest))
 
 

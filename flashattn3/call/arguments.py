@@ -100,6 +100,6 @@ def _listed(value: object) -> object:
 
 def _scalar(value: object) -> object:
     """Convert numpy scalars, 0-d arrays and tensors to Python; return other values unchanged."""
-    if getattr(value, "ndim", None) != 0 or getattr(value, "is_meta", False):
+    if getattr(value, "ndim", None) != 0 or (isinstance(value, Tensor) and value.is_meta):
         return value
     return value.item()

@@ -1,10 +1,10 @@
 """Code written for FlashAttention-2 finds flashattn3 under that package's module names.
 
 The functions have the names, the order of arguments, the defaults and the results of its release
-``VERSION``. Dropout is refused, and in cached calls ALiBi. ``_flash_attn_forward`` and its like,
-which code for ring attention and context parallelism calls, are ``flash_attn_forward`` and
-``flash_attn_backward``: S_dmask is None, and so is the softmax_d that the backward returns. Called
-with window_size, as releases up to 2.6 had it, the forward returns their eight values.
+``VERSION``. Dropout is refused. ``_flash_attn_forward`` and its like, which code for ring attention
+and context parallelism calls, are ``flash_attn_forward`` and ``flash_attn_backward``: S_dmask is
+None, and so is the softmax_d that the backward returns. Called with window_size, as releases up to
+2.6 had it, the forward returns their eight values.
 """
 
 from __future__ import annotations

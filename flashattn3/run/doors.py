@@ -41,6 +41,7 @@ from ..modes import (
     is_batched,
     is_plain,
     is_transformed,
+    refuse_functionalize,
     refuse_gradients,
 )
 from .derivative import (
@@ -262,6 +263,7 @@ def _attend_watched(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
     if data_of(tensors.q).dtype in EIGHT_BIT:
         refuse_gradients(options.function, **tensors_by_name(tensors))
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
+        refuse_functionalize(options.function)
         values, call = differentiated(tensors, options)
         return AttentionOfOperator.apply(*values, call)
     return forward_watched(tensors, options)
