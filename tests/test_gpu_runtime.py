@@ -86,15 +86,9 @@ LONG = {
     case.name: case
     for case in (
         *(
-            dense(
-                f"d{d}-{'causal' if causal else 'full'}",
-                (1500, 1900),
-                (4, 2),
-                (d, d),
-                causal=causal,
-            )
+            dense(f"d{d}-{mask}", (1500, 1900), (4, 2), (d, d), causal=mask == "causal")
             for d in (64, 96, 128, 192, 256)
-            for causal in (False, True)
+            for mask in ("full", "causal")
         ),
         dense("window", (2000, 2000), (4, 1), window=(300, 100)),
         dense("softcap", (1500, 1500), (2, 2), (128, 128), softcap=20.0),

@@ -241,7 +241,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def calls() -> list[Call]:
+def calls() -> dict[str, Call]:
     half, bf16 = torch.float16, torch.bfloat16
     varlen = {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES, "max_seqlen_q": 7, "max_seqlen_k": 7}
 
@@ -254,73 +254,42 @@ def calls() -> list[Call]:
     eight_bit = qkv(2, 7, dtype=FP8)
     descales = {f"{side}_descale": random(2, 2).abs() + 0.5 for side in "qkv"}
     scaled = {side: quantize_block_fp8(x, kind=side) for side, x in qkv(2, 7).items()}
-    found = [
-        Call("dense", flashattn3.flash_attn_func, leaves),
-        Call("e4m3", flashattn3.flash_attn_func, eight_bit | descales),
-        Call("scaled", flashattn3.flash_attn_func, scaled),
-        Call(
-            "varlen", flashattn3.flash_attn_varlen_func, qkv(12) | varlen | {"seqused_k": SEQUSED}
+    packed, packed_kv = {"qkv": random(2, 7, 3, 2, 16)}, {"kv": random(2, 9, 2, 2, 16)}
+    packed_heads = {"qkv": random(2, 7, 4, 16), "num_heads_q": 2}
+    rows = {"qkv": random(12, 3, 2, 16), "cu_seqlens": EDGES, "max_seqlen": 7}
+    rows_kv = {"q": random(12, 4, 16), "kv": random(12, 2, 2, 16)} | varlen
+    block = {"x": random(2, 7, 4, 16), "kind": "k"}
+    block_rows = {"x": random(12, 2, 16), "kind": "v", "cu_seqlens": EDGES, "max_seqlen": 7}
+    longest = "max_seqlen_q", "max_seqlen_k"
+    of_v = {"hadamard": no, "smooth": no, "dtype": one_of(FP8), "max_seqlen": length}
+    table = {
+        "dense": (flashattn3.flash_attn_func, leaves),
+        "e4m3": (flashattn3.flash_attn_func, eight_bit | descales),
+        "scaled": (flashattn3.flash_attn_func, scaled),
+        "varlen": (flashattn3.flash_attn_varlen_func, qkv(12) | varlen | {"seqused_k": SEQUSED}),
+        "packed": (flashattn3.flash_attn_qkvpacked_func, packed),
+        "kv packed": (flashattn3.flash_attn_kvpacked_func, {"q": random(2, 7, 4, 16)} | packed_kv),
+        "varlen packed": (flashattn3.flash_attn_varlen_qkvpacked_func, rows),
+        "varlen kv packed": (flashattn3.flash_attn_varlen_kvpacked_func, rows_kv),
+        "packed heads": (
+            flashattn3.flash_attn_qkvpacked_func, packed_heads, {"num_heads_q": integer(2, 2)}
         ),
-        Call(
-            "packed",
-            flashattn3.flash_attn_qkvpacked_func,
-            {"qkv": random(2, 7, 3, 2, 16)},
-        ),
-        Call(
-            "kv packed",
-            flashattn3.flash_attn_kvpacked_func,
-            {"q": random(2, 7, 4, 16), "kv": random(2, 9, 2, 2, 16)},
-        ),
-        Call(
-            "varlen packed",
-            flashattn3.flash_attn_varlen_qkvpacked_func,
-            {"qkv": random(12, 3, 2, 16), "cu_seqlens": EDGES, "max_seqlen": 7},
-        ),
-        Call(
-            "varlen kv packed",
-            flashattn3.flash_attn_varlen_kvpacked_func,
-            {"q": random(12, 4, 16), "kv": random(12, 2, 2, 16)} | varlen,
-        ),
-        Call(
-            "packed heads",
-            flashattn3.flash_attn_qkvpacked_func,
-            {"qkv": random(2, 7, 4, 16), "num_heads_q": 2},
-            {"num_heads_q": integer(2, 2)},
-        ),
-        Call("fp8", flashattn3.flash_attn_fp8_func, qkv(2, 7, dtype=half)),
-        Call("fp8 varlen", flashattn3.flash_attn_varlen_fp8_func, qkv(12, dtype=bf16) | varlen),
-        Call(
-            "explain",
-            flashattn3.explain,
-            qkv(2, 7),
-            {"max_seqlen_q": one_of(None), "max_seqlen_k": one_of(None)},
-        ),
+        "fp8": (flashattn3.flash_attn_fp8_func, qkv(2, 7, dtype=half)),
+        "fp8 varlen": (flashattn3.flash_attn_varlen_fp8_func, qkv(12, dtype=bf16) | varlen),
+        "explain": (flashattn3.explain, qkv(2, 7), dict.fromkeys(longest, one_of(None))),
         # It reads no values of tensors.
-        Call(
-            "explain varlen",
-            flashattn3.explain,
-            qkv(12) | varlen,
-            {"max_seqlen_q": any_length, "max_seqlen_k": any_length},
+        "explain varlen": (
+            flashattn3.explain, qkv(12) | varlen, dict.fromkeys(longest, any_length)
         ),
-        Call(
-            "quantize",
-            quantize_block_fp8,
-            {"x": random(2, 7, 4, 16), "kind": "k"},
-            {"max_seqlen": one_of(None)},
-        ),
-        Call(
-            "quantize varlen",
-            quantize_block_fp8,
-            {"x": random(12, 2, 16), "kind": "v", "cu_seqlens": EDGES, "max_seqlen": 7},
-            {"hadamard": no, "smooth": no, "dtype": one_of(FP8), "max_seqlen": length},
-        ),
-        Call("backends", flashattn3.available_backends, {}),
-        Call("use", flashattn3.use_backend, {"name": "reference"}),
-    ]
-    return found
+        "quantize": (quantize_block_fp8, block, {"max_seqlen": one_of(None)}),
+        "quantize varlen": (quantize_block_fp8, block_rows, of_v),
+        "backends": (flashattn3.available_backends, {}),
+        "use": (flashattn3.use_backend, {"name": "reference"}),
+    }  # fmt: skip
+    return {name: Call(name, *of) for name, of in table.items()}
 
 
-CALLS = {call.name: call for call in calls()}
+CALLS = calls()
 
 
 def parameters(call: Call) -> list[str]:
