@@ -120,6 +120,15 @@ void launch(void (*kernel)(Parameters...), int num_ctas, int num_threads, int sh
   check(cudaDeviceSynchronize());
 }
 
+// Runs a kernel whose last parameter is an array of `count` results, initially 0xff. Returns them.
+template <class Value, class... Parameters, class... Arguments>
+std::vector<Value> results_of(size_t count, void (*kernel)(Parameters...), int num_ctas,
+                              int num_threads, int shared_bytes, const Arguments&... arguments) {
+  Array<Value> found(count);
+  launch(kernel, num_ctas, num_threads, shared_bytes, arguments..., found.device());
+  return found.download();
+}
+
 // The dynamic shared memory, at a multiple of 1024 as tiles need it.
 __device__ inline uint8_t* shared_memory() {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -162,6 +171,23 @@ __device__ void store_loaded(uint8_t* found, Load load) {
   for (int i = threadIdx.x; i < kBytes; i += blockDim.x) found[i] = tile[i];
 }
 
+// Index of the calling thread's register i in a dense matrix.
+template <int kColumns>
+__device__ int fragment_index(int i) {
+  const int row = flashattn3::thread_row(threadIdx.x) + flashattn3::register_row(i);
+  return row * kColumns + flashattn3::thread_column(threadIdx.x) + flashattn3::register_column(i);
+}
+// Copies a warpgroup's accumulators to a dense matrix, of 64 rows from row 64 * warpgroup on, or
+// back.
+template <int kColumns, class Value>
+__device__ void store_fragment(const Value (&d)[kColumns / 2], Value* matrix) {
+  for (int i = 0; i < kColumns / 2; ++i) matrix[fragment_index<kColumns>(i)] = d[i];
+}
+template <int kColumns>
+__device__ void load_fragment(float (&d)[kColumns / 2], const float* matrix) {
+  for (int i = 0; i < kColumns / 2; ++i) d[i] = matrix[fragment_index<kColumns>(i)];
+}
+
 // Any bytes that differ from their neighbours.
 inline std::vector<uint8_t> some_bytes(size_t count) {
   std::mt19937 random(11);
@@ -195,6 +221,21 @@ __device__ void store_filled(uint8_t* found, Fill fill) {
   fill(tile);
   __syncthreads();
   for (int i = threadIdx.x; i < kBytes + kMargin; i += blockDim.x) found[i] = tile[i];
+}
+
+// Compares the bytes that store_filled has stored: 0 where the fill belongs, 0xff where it does not
+// and after the tile. offset(i, j): of byte j of line i; is_filled(i): whether the line is.
+template <class Offset, class IsFilled>
+void compare_filled(Result& result, const std::string& name, const std::vector<uint8_t>& found,
+                    int num_lines, int line_bytes, Offset offset, IsFilled is_filled) {
+  for (int i = 0; i < num_lines; ++i) {
+    for (int j = 0; j < line_bytes; ++j) {
+      result.equal(is_filled(i) ? 0 : 0xff, found[offset(i, j)], name, i, j);
+    }
+  }
+  for (size_t i = num_lines * line_bytes; i < found.size(); ++i) {
+    result.equal(0xff, found[i], name + ", after the tile", static_cast<int>(i));
+  }
 }
 
 // A dense matrix of small integers, which every element type and every GEMM represents exactly.

@@ -23,8 +23,7 @@ __global__ void store_exponents(float slope, int position, int first_key, float*
   const DistanceScale exact = term.exact(scale, first_key);
   const LinearScale linear = term.linear(scale, first_key);
   for (int i = 0; i < kCount; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    const int at = row * kN + thread_column(threadIdx.x) + register_column(i);
+    const int at = fragment_index<kN>(i);
     found[at] = exact.exponent(1.f, i, kRowMax);
     found[16 * kN + at] = term.is_crossed(first_key) ? found[at] : linear.exponent(1.f, i, kRowMax);
   }
@@ -36,8 +35,7 @@ __global__ void store_exponents(float slope, int position, int first_key, float*
 __global__ void store_transposed(float slope, int position, bool right, float* found) {
   const backward::TransposedAlibi<kN> term(slope, position, 0, thread_column(threadIdx.x), right);
   for (int i = 0; i < kCount; ++i) {
-    const int key = thread_row(threadIdx.x) + register_row(i);
-    const int at = key * kN + thread_column(threadIdx.x) + register_column(i);
+    const int at = fragment_index<kN>(i);
     found[at] = term.of(i);
     const float sum = term.of_row(row_of(i)) + term.of_column(i);
     found[16 * kN + at] = term.is_crossed() ? found[at] : sum;
@@ -46,11 +44,9 @@ __global__ void store_transposed(float slope, int position, bool right, float* f
 }
 
 inline void check_rows(Result& result) {
-  Array<float> found(32 * kN + 1);
   for (const float slope : {0.25f, -0.5f, 0.f}) {
     for (const int position : {-100, 0, 15, 40, 63, 64, 500}) {
-      launch(store_exponents, 1, 32, 0, slope, position, 0, found.device());
-      const std::vector<float>& at = found.download();
+      const auto at = results_of<float>(32 * kN + 1, store_exponents, 1, 32, 0, slope, position, 0);
       result.equal(slope != 0.f && position < 63 && position > -15, at[32 * kN], "crossed");
       for (int i = 0; i < 16 * kN; ++i) {
         const int distance = std::abs(position + i / kN - i % kN);
@@ -65,11 +61,10 @@ inline void check_rows(Result& result) {
 
 // With right = false the distances of keys behind their query are of another sign: they are masked.
 inline void check_keys(Result& result) {
-  Array<float> found(32 * kN + 1);
   for (const bool right : {false, true}) {
     for (const int position : {-200, -64, -62, 0, 14, 15, 300}) {
-      launch(store_transposed, 1, 32, 0, 0.25f, position, right, found.device());
-      const std::vector<float>& at = found.download();
+      const auto at =
+          results_of<float>(32 * kN + 1, store_transposed, 1, 32, 0, 0.25f, position, right);
       result.equal(right && position < 15 && position > -63, at[32 * kN], "crossed", position);
       for (int i = 0; i < 16 * kN; ++i) {
         const int distance = position + i % kN - i / kN;

@@ -37,15 +37,13 @@ __global__ void add(float* found) {
 }
 
 inline void check_add(Result& result) {
-  Array<float> found(128 * kColumns / 2);
-  launch(add, 1, 128, tile_bytes(kRows, 2 * kColumns), found.device());
-  found.download();
+  const auto found =
+      results_of<float>(128 * kColumns / 2, add, 1, 128, tile_bytes(kRows, 2 * kColumns));
   for (int thread = 0; thread < 128; ++thread) {
     for (int i = 0; i < kColumns / 2; ++i) {
       const float bias =
           value(thread_row(thread) + register_row(i), thread_column(thread) + register_column(i));
-      result.equal(2. * i + bias, found.download()[thread * (kColumns / 2) + i], "score", thread,
-                   i);
+      result.equal(2. * i + bias, found[thread * (kColumns / 2) + i], "score", thread, i);
     }
   }
 }

@@ -197,9 +197,8 @@ template <int kN, bool kMasked>
 void check_scores(Result& result) {
   for (const Case& c : all_cases()) {
     const int m_blocks = (c.num_rows + 63) / 64, n_blocks = c.num_keys / kN + 1;
-    Array<float> found(64 * m_blocks * n_blocks * kN);
-    launch(mask_all_scores<kN, kMasked>, m_blocks, 128, 0, c.mask(), n_blocks, found.device());
-    const std::vector<float>& s = found.download();
+    const auto s = results_of<float>(64 * m_blocks * n_blocks * kN, mask_all_scores<kN, kMasked>,
+                                     m_blocks, 128, 0, c.mask(), n_blocks);
     const std::string what = name("mask_scores", c);
     for (int row = 0; row < c.num_rows; ++row) {
       for (int key = 0; key < n_blocks * kN; ++key) {
@@ -230,9 +229,8 @@ template <int kM>
 void check_probabilities(Result& result) {
   for (const Case& c : all_cases()) {
     const int n_blocks = c.num_keys / 64 + 1, m_blocks = (c.num_rows + kM - 1) / kM;
-    Array<float> found(64 * n_blocks * m_blocks * kM);
-    launch(mask_all_probabilities<kM>, n_blocks, 128, 0, c.mask(), m_blocks, found.device());
-    const std::vector<float>& p = found.download();
+    const auto p = results_of<float>(64 * n_blocks * m_blocks * kM, mask_all_probabilities<kM>,
+                                     n_blocks, 128, 0, c.mask(), m_blocks);
     const std::string what = name("mask_probabilities", c);
     for (int key = 0; key < 64 * n_blocks; ++key) {
       for (int row = 0; row < c.num_rows; ++row) {

@@ -77,9 +77,8 @@ void check_blocks(Result& result) {
   std::vector<float> scores(kCount);
   for (int i = 0; i < kCount; ++i) scores[i] = static_cast<float>((i * 7919) % 40001 - 20000);
   Array<float> given(scores);
-  Array<Found> found(1);
-  launch(store_exponents<kInteger>, 1, 1, 0, given.device(), keys, kQFactor, kCap, found.device());
-  const Found& at = found.download()[0];
+  const Found at = results_of<Found>(1, store_exponents<kInteger>, 1, 1, 0, given.device(), keys,
+                                     kQFactor, kCap)[0];
   const std::string type = kInteger ? "integers, " : "floats, ";
   for (int i = 0; i < kCount; ++i) {
     const int g = key_group<kGroupKeys>(i);
@@ -113,11 +112,10 @@ __global__ void store_inverses(float* found) {
 }
 
 inline void check_inverse(Result& result) {
-  Array<float> found(3);
-  launch(store_inverses, 1, 1, 0, found.device());
-  result.equal(0., found.download()[0], "inverse_or_0 of 0");
-  result.equal(0.25, found.download()[1], "inverse_or_0 of 4");
-  result.equal(-2., found.download()[2], "inverse_or_0 of -0.5");
+  const auto found = results_of<float>(3, store_inverses, 1, 1, 0);
+  result.equal(0., found[0], "inverse_or_0 of 0");
+  result.equal(0.25, found[1], "inverse_or_0 of 4");
+  result.equal(-2., found[2], "inverse_or_0 of -0.5");
 }
 
 static const Tests kTests = {{"attention/block_scale: groups of keys", Where::kHost, check_groups},

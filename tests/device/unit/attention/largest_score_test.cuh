@@ -19,9 +19,7 @@ __global__ void take(const float* scores, int num_rows, float* of_head, float* a
   float p[kCount];
   const float row_max[2] = {3.f, -2.f};
   for (int i = 0; i < kCount; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    const float score = scores[row * kN + thread_column(threadIdx.x) + register_column(i)];
-    p[i] = exp2f(score - row_max[row_of(i)]);
+    p[i] = exp2f(scores[fragment_index<kN>(i)] - row_max[row_of(i)]);
   }
   LargestScore largest;
   largest.begin_tile(*of_head);

@@ -34,7 +34,6 @@ inline void check_blocks(Result& result) {
     const int last = 4 * (lists * kRowBlocks - 1);
     work[last] = 90, work[last + 1] = 80, work[last + 2] = -3, work[last + 3] = -1;
     Array<int> given(work), entries(lists * kRowBlocks * kColumnBlocks);
-    Array<int> found(3 * 4 * kRowBlocks * 5);
     const MaskLists mask{.entries = entries.device(),
                          .work = reinterpret_cast<const int4*>(given.device()),
                          .tiles = nullptr,
@@ -43,8 +42,7 @@ inline void check_blocks(Result& result) {
                          .row_blocks = kRowBlocks,
                          .column_blocks = kColumnBlocks,
                          .num_tiles = kTiles};
-    launch(store_blocks, 12, kRowBlocks, 0, mask, 4, found.device());
-    const std::vector<int>& at = found.download();
+    const auto at = results_of<int>(12 * kRowBlocks * 5, store_blocks, 12, kRowBlocks, 0, mask, 4);
     for (int i = 0; i < 12 * kRowBlocks; ++i) {
       const int list = i / kRowBlocks / 4 % batch * heads + i / kRowBlocks % 4 % heads;
       const int* line = &work[(list * kRowBlocks + i % kRowBlocks) * 4];
@@ -77,9 +75,8 @@ inline void check_groups(Result& result) {
   const std::vector<int> entries = {9, 4, 7, 15, 0, 99};  // 15 ends inside, at 1024
   Array<int> given(entries);
   for (int num_full = 0; num_full <= 5; ++num_full) {
-    Array<int> found(3 * 10);
-    launch(store_groups, 1, 3, 0, ListedBlocks{given.device(), num_full, 5, 20}, found.device());
-    const std::vector<int>& at = found.download();
+    const auto at = results_of<int>(3 * 10, store_groups, 1, 3, 0,
+                                    ListedBlocks{given.device(), num_full, 5, 20});
     for (int i = 0; i < 6; ++i) {
       const bool partial = i >= num_full && i < 5;
       const int* block = &at[i / 2 * 10 + i % 2 * 3];
@@ -139,9 +136,7 @@ __global__ void store_rows(int num_rows, float* found) {
 inline void check_rows(Result& result) {
   constexpr int kAll = 3 * HalfBlockBits::kRegisters;
   for (const int num_rows : {-70, 0, 1, 8, 9, 40, 63, 64, 200}) {
-    Array<float> found(128 * kAll);
-    launch(store_rows, 1, 128, 0, num_rows, found.device());
-    const std::vector<float>& at = found.download();
+    const auto at = results_of<float>(128 * kAll, store_rows, 1, 128, 0, num_rows);
     for (int t = 0; t < 128; ++t) {
       for (int i = 0; i < kAll; ++i) {
         const bool wanted = thread_row(t) + register_row(i) < num_rows;
@@ -159,13 +154,13 @@ inline void check_half_bits(Result& result) {
   const auto* tile = reinterpret_cast<const uint8_t*>(given.device());
   for (int part = 0; part < 4; ++part) {
     const int first_row = part / 2 * 64, half = part % 2;
-    Array<float> found(128 * HalfBlockBits::kRegisters);
-    launch(store_half_hidden, 1, 128, 0, tile, first_row, half, found.device());
+    const auto found = results_of<float>(128 * HalfBlockBits::kRegisters, store_half_hidden, 1, 128,
+                                         0, tile, first_row, half);
     for (int t = 0; t < 128; ++t) {
       for (int i = 0; i < HalfBlockBits::kRegisters; ++i) {
         const int row = first_row + thread_row(t) + register_row(i);
         const int column = half * 32 + thread_column(t) + register_column(i);
-        result.equal(rows[row] >> column & 1, found.download()[t * HalfBlockBits::kRegisters + i],
+        result.equal(rows[row] >> column & 1, found[t * HalfBlockBits::kRegisters + i],
                      "half of a block", t, i);
       }
     }
@@ -178,14 +173,14 @@ inline void check_bits(Result& result) {
   std::vector<uint64_t> rows(kListRows);
   for (uint64_t& row : rows) row = random();
   Array<uint64_t> given(rows);
-  Array<float> found(256 * kRegisters);
-  launch(store_hidden, 1, 256, 0, reinterpret_cast<const uint8_t*>(given.device()), found.device());
+  const auto found = results_of<float>(256 * kRegisters, store_hidden, 1, 256, 0,
+                                       reinterpret_cast<const uint8_t*>(given.device()));
   for (int t = 0; t < 256; ++t) {
     for (int i = 0; i < kRegisters; ++i) {
       const int row = thread_row(t) + register_row(i);
       const int column = thread_column(t) + register_column(i) - kListColumns;
       const bool wanted = i < 32 || (i < 64 && (rows[row] >> column & 1));
-      result.equal(wanted, found.download()[t * kRegisters + i], "score", t, i);
+      result.equal(wanted, found[t * kRegisters + i], "score", t, i);
     }
   }
 }

@@ -40,9 +40,7 @@ inline void check_angles(Result& result) {
     Array<float> of_cos(given[0]), of_sin(given[1]);
     const RotaryTables tables{of_cos.device(), of_sin.device(), kHalf, kPositions, wide, false};
     for (const int position : {0, 3, kNoPosition}) {
-      Array<float> found(4 * kHalf);
-      launch(store_angles, 1, 1, 0, tables, position, found.device());
-      const std::vector<float>& at = found.download();
+      const auto at = results_of<float>(4 * kHalf, store_angles, 1, 1, 0, tables, position);
       for (int i = 0; i < 2 * kHalf; ++i) {
         const int pair = i % kHalf, row = position * kHalf + pair;
         const float of_cos = position == kNoPosition ? NAN : cos[row];

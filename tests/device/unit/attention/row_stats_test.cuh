@@ -18,9 +18,7 @@ __global__ void store_with_sink(RowStats stats, float sink, float* found) {
 inline void check_sink(Result& result) {
   for (const RowStats stats : {RowStats{3.f, 2.5f}, RowStats{-INFINITY, 0.f}}) {
     for (const float sink : {-200.f, 2.f, 3.f, 9.f, 200.f, -INFINITY, INFINITY}) {
-      Array<float> found(3);
-      launch(store_with_sink, 1, 1, 0, stats, sink, found.device());
-      const std::vector<float>& at = found.download();
+      const auto at = results_of<float>(3, store_with_sink, 1, 1, 0, stats, sink);
       const double max = std::fmax(stats.max, sink), reference = max == -INFINITY ? 0. : max;
       const double factor = std::exp2(stats.max - reference);
       const double of_sink = std::isinf(max) && max > 0 ? 1 : std::exp2(sink - reference);

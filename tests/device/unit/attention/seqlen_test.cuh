@@ -53,14 +53,13 @@ inline void check_rows_on_gpu(Result& result) {
   for (const Case& c : all_cases()) {
     Array<int> cu(c.cu.empty() ? std::vector<int>(1) : c.cu);
     Array<int> used(c.used.empty() ? std::vector<int>(1) : c.used);
-    Array<int2> found(c.batch);
     const SequenceTable table{c.cu.empty() ? nullptr : cu.device(),
                               c.used.empty() ? nullptr : used.device(), c.longest, c.total};
-    launch(store_rows, 1, c.batch, 0, table, found.device());
+    const auto found = results_of<int2>(c.batch, store_rows, 1, c.batch, 0, table);
     for (int b = 0; b < c.batch; ++b) {
       const Rows wanted = find_rows(c.cu, c.used, c.longest, c.total, b);
-      result.equal(wanted.offset, found.download()[b].x, "offset", b, c.total);
-      result.equal(wanted.length, found.download()[b].y, "length", b, c.total);
+      result.equal(wanted.offset, found[b].x, "offset", b, c.total);
+      result.equal(wanted.length, found[b].y, "length", b, c.total);
     }
   }
 }

@@ -20,11 +20,7 @@ __global__ void store_codes(const float* scores, uint8_t* codes, float* row_max,
   Softmax softmax;
   softmax.reset();
   float s[kN / 2];
-  for (int i = 0; i < kN / 2; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    const int column = thread_column(threadIdx.x) + register_column(i);
-    s[i] = kCodesPerOctave * scores[row * kN + column];
-  }
+  for (int i = 0; i < kN / 2; ++i) s[i] = kCodesPerOctave * scores[fragment_index<kN>(i)];
   float of_row[2], factor[2];
   const float least[2] = {0.f, 0.f};
   find_highest(of_row, s);
@@ -33,10 +29,8 @@ __global__ void store_codes(const float* scores, uint8_t* codes, float* row_max,
   Softmax::pack(p, s);
   for (int i = 0; i < kN / 2; ++i) {
     // Register i of a row is byte i / 4 % 2 * 2 + i % 2 of the operand of its 16 keys.
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    const int column = thread_column(threadIdx.x) + register_column(i);
     const uint32_t word = p[i / 16][i % 16 / 8 * 2 + row_of(i)];
-    codes[row * kN + column] = static_cast<uint8_t>(word >> (8 * (i / 4 % 2 * 2 + i % 2)));
+    codes[fragment_index<kN>(i)] = static_cast<uint8_t>(word >> (8 * (i / 4 % 2 * 2 + i % 2)));
   }
   for (int r = 0; r < 2; ++r) {
     const int row = thread_row(threadIdx.x) + 8 * r;
@@ -116,11 +110,10 @@ inline void check_limits(Result& result) {
   }
   const int count = static_cast<int>(bits.size());
   Array<int2> given(bits);
-  Array<int> found(count);
-  launch(store_is_light, 1, count, 0, given.device(), found.device());
+  const auto found = results_of<int>(count, store_is_light, 1, count, 0, given.device());
   for (int i = 0; i < count; ++i) {
-    result.equal(cases[i].light, found.download()[i] & 1, "is_light", i);
-    result.equal(cases[i].may_rescale, found.download()[i] >> 1, "may_rescale", i);
+    result.equal(cases[i].light, found[i] & 1, "is_light", i);
+    result.equal(cases[i].may_rescale, found[i] >> 1, "may_rescale", i);
   }
 }
 

@@ -29,9 +29,7 @@ __global__ void attend(const float* scores, bool at_once, float4* found) {
     float s[kN / 2];
     const auto load = [&] {
       for (int i = 0; i < kN / 2; ++i) {
-        const int row = thread_row(threadIdx.x) + register_row(i);
-        const int key = tile * kN + thread_column(threadIdx.x) + register_column(i);
-        s[i] = scores[row * kKeys + key];
+        s[i] = scores[fragment_index<kKeys>(i) + tile * kN];
       }
     };
     load();
@@ -88,8 +86,8 @@ template <ElementType kElement, bool kRowsMayBeEmpty>
 void check_data(Result& result, Data data, bool at_once, const std::string& name) {
   const std::vector<float> scores = make_scores(data);
   Array<float> given(scores);
-  Array<float4> found(kRows);
-  launch(attend<kElement, kRowsMayBeEmpty>, 1, 128, 0, given.device(), at_once, found.device());
+  const auto found = results_of<float4>(kRows, attend<kElement, kRowsMayBeEmpty>, 1, 128, 0,
+                                        given.device(), at_once);
   for (int row = 0; row < kRows; ++row) {
     double most = -INFINITY, sum = 0, out = 0, weight = 0;
     for (int key = 0; key < kKeys; ++key) {
@@ -102,7 +100,7 @@ void check_data(Result& result, Data data, bool at_once, const std::string& name
     }
     // row_max and the exponents are rounded in every tile, relative to the largest score.
     const double bound = 1e-5 + (any ? std::abs(most) * 0x1p-22 : 0.);
-    const float4 row_found = found.download()[row];
+    const float4 row_found = found[row];
     result.compare(any ? out / sum : 0., row_found.x, any ? bound * (1. + weight / sum) : 0.,
                    name + ", out", row);
     result.compare(any ? most + std::log2(sum) : -INFINITY, row_found.y, bound, name + ", lse",
@@ -134,11 +132,11 @@ inline void check_exp2(Result& result) {
   std::vector<float> x = {-INFINITY, -200.f, 0.f, 1.f, -6.f, 10.f, NAN};
   for (float value = -100.f; value < 100.f; value += 0.37f) x.push_back(value);
   const int count = static_cast<int>(x.size());
-  Array<float> given(x), found(count);
-  launch(store_exp2, 1, count, 0, given.device(), found.device());
+  Array<float> given(x);
+  const auto found = results_of<float>(count, store_exp2, 1, count, 0, given.device());
   for (int i = 0; i < count; ++i) {
     const double wanted = x[i] < -126 ? 0. : std::exp2(static_cast<double>(x[i]));
-    result.compare(wanted, found.download()[i], wanted * 0x1p-21, "exp2", i);
+    result.compare(wanted, found[i], wanted * 0x1p-21, "exp2", i);
   }
 }
 
@@ -147,10 +145,9 @@ __global__ void store_quads(float* found) {
 }
 
 inline void check_quads(Result& result) {
-  Array<float> found(32);
-  launch(store_quads, 1, 32, 0, found.device());
+  const auto found = results_of<float>(32, store_quads, 1, 32, 0);
   for (int lane = 0; lane < 32; ++lane) {
-    result.equal(std::ldexp(15., lane / 4 * 4), found.download()[lane], "quad_sum", lane);
+    result.equal(std::ldexp(15., lane / 4 * 4), found[lane], "quad_sum", lane);
   }
 }
 
@@ -212,10 +209,9 @@ inline void check_state(Result& result) {
       for (int i = 0; i < kN / 2; ++i) scores[i] = c.most[row_of(i)] - (1.f + i);
       scores[4 + odd] = c.most[0], scores[18 + odd] = c.most[1];
       Array<float> given(scores);
-      Array<StateFound> found(1);
-      launch(store_state, 1, 1, 0, given.device(), kRowMax[0], kRowMax[1], c.unseen, kThreshold,
-             found.device());
-      compare_state(result, c, scores, found.download()[0]);
+      const auto found = results_of<StateFound>(1, store_state, 1, 1, 0, given.device(), kRowMax[0],
+                                                kRowMax[1], c.unseen, kThreshold);
+      compare_state(result, c, scores, found[0]);
     }
   }
 }

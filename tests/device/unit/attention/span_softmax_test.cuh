@@ -18,13 +18,13 @@ __global__ void join(const float* given, float* found) {
 inline void check_join(Result& result) {
   for (const float other : {-3.f, 0.f, 5.f}) {
     const float first = 1.f, sum = 7.f, added = 3.f;
-    Array<float> given(std::vector<float>{first, sum, other, added}), found(3);
-    launch(join, 1, 1, 0, given.device(), found.device());
+    Array<float> given(std::vector<float>{first, sum, other, added});
+    const auto found = results_of<float>(3, join, 1, 1, 0, given.device());
     const double max = std::max(first, other);
     const double wanted = sum * std::exp2(first - max) + added * std::exp2(other - max);
-    result.equal(max, found.download()[0], "the larger maximum", other);
-    result.compare(wanted, found.download()[1], wanted * 1e-5, "sum", other);
-    result.equal(found.download()[1], found.download()[2], "values are joined alike", other);
+    result.equal(max, found[0], "the larger maximum", other);
+    result.compare(wanted, found[1], wanted * 1e-5, "sum", other);
+    result.equal(found[1], found[2], "values are joined alike", other);
   }
 }
 

@@ -36,14 +36,12 @@ inline void check_seen(Result& result) {
 // One warp with 16 rows; scores are 1.
 template <int kN>
 __global__ void hide_scores(const uint64_t* bits, int first_token, float* found) {
-  const int row = thread_row(threadIdx.x), column = thread_column(threadIdx.x);
+  const int row = thread_row(threadIdx.x);
   const TreeRows rows{{bits[row], bits[row + kRowStride]}};
   float s[kN / 2];
   for (int i = 0; i < kN / 2; ++i) s[i] = 1.f;
   rows.hide<kN>(s, first_token);
-  for (int i = 0; i < kN / 2; ++i) {
-    found[(row + register_row(i)) * kN + column + register_column(i)] = s[i];
-  }
+  store_fragment<kN>(s, found);
 }
 
 template <int kN>
@@ -51,9 +49,8 @@ void check_scores(Result& result) {
   const std::vector<uint64_t> of_rows = bits_of_rows(kRowsOfWarp);
   Array<uint64_t> bits(of_rows);
   for (const int first : {-kFurthest, -kN, -kN + 1, -65, -64, -63, -7, 0, 1, 40, 63, 64}) {
-    Array<float> found(kRowsOfWarp * kN);
-    launch(hide_scores<kN>, 1, 32, 0, bits.device(), first, found.device());
-    const std::vector<float>& s = found.download();
+    const auto s =
+        results_of<float>(kRowsOfWarp * kN, hide_scores<kN>, 1, 32, 0, bits.device(), first);
     for (int row = 0; row < kRowsOfWarp; ++row) {
       for (int i = 0; i < kN; ++i) {
         const float wanted = sees(of_rows[row], first + i) ? 1.f : -INFINITY;

@@ -332,11 +332,11 @@ inline void check_find_share(Result& result) {
     for (const int num_ctas : {1, 132}) {
       host.divide(num_ctas, num_ctas == 1 ? 1 : host.args.num_heads_kv);
       device.divide(num_ctas, num_ctas == 1 ? 1 : device.args.num_heads_kv);
-      Array<WorkShare> shares(host.num_ctas());
-      launch(share_kernel, host.num_ctas(), kShareThreads, 0, device.args, shares.device());
+      const auto shares = results_of<WorkShare>(host.num_ctas(), share_kernel, host.num_ctas(),
+                                                kShareThreads, 0, device.args);
       for (int cta = 0; cta < host.num_ctas(); ++cta) {
         const WorkShare wanted = share_of(host.args, cta);
-        const WorkShare& found = shares.download()[cta];
+        const WorkShare& found = shares[cta];
         result.equal(wanted.begin, found.begin, "begin", cta, batch);
         result.equal(wanted.end, found.end, "end", cta, batch);
         if (wanted.begin == wanted.end) continue;

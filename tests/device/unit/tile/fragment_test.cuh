@@ -75,10 +75,8 @@ inline void check_wgmma(Result& result) {
   }
   Array<uint8_t> q_bytes(q.bytes(ElementType::kBFloat16));
   Array<uint8_t> k_bytes(k.bytes(ElementType::kBFloat16));
-  Array<float> found(128 * kN / 2);
-  launch(store_registers<kN>, 1, 128, tile_bytes(64 + kN, 128), q_bytes.device(), k_bytes.device(),
-         found.device());
-  const std::vector<float>& s = found.download();
+  const auto s = results_of<float>(128 * kN / 2, store_registers<kN>, 1, 128,
+                                   tile_bytes(64 + kN, 128), q_bytes.device(), k_bytes.device());
   for (int thread = 0; thread < 128; ++thread) {
     for (int i = 0; i < kN / 2; ++i) {
       const int row = thread_row(thread) + register_row(i);
@@ -96,10 +94,9 @@ __global__ void store_float(float* found) {
 }
 
 inline void check_floats(Result& result) {
-  Array<float> found(2);
-  launch(store_float, 1, 1, 0, found.device());
-  result.equal(1.5, found.download()[0], "get");
-  result.equal(-2.5, found.download()[1], "set");
+  const auto found = results_of<float>(2, store_float, 1, 1, 0);
+  result.equal(1.5, found[0], "get");
+  result.equal(-2.5, found[1], "set");
 }
 
 static const Tests kTests = {{"tile/fragment: formula", Where::kHost, check_formula},

@@ -28,10 +28,7 @@ __global__ void store_scores(const uint8_t* q, const uint8_t* k, uint32_t* score
                                  cute::cast_smem_ptr_to_uint(bias_tile));
   warpgroup_wait<0>();
   warpgroup_fence_operand(s);
-  for (int i = 0; i < kN / 2; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    scores[row * kN + thread_column(threadIdx.x) + register_column(i)] = s[i];
-  }
+  store_fragment<kN>(s, scores);
   for (int first = 0; first < 64; first += 32) {  // each quad has a row of its own
     const int row = first + static_cast<int>(threadIdx.x) / 4;
     const int score = int8_score<64, kN, kHeadDim>(q_address, k_address, row, 3 * row % kN);
@@ -77,22 +74,20 @@ constexpr int kColumns = 80;
 __global__ void store_columns(float value, int* found) {
   float s[kColumns / 2];
   for (int i = 0; i < kColumns / 2; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    s[i] = static_cast<float>(row * kColumns + thread_column(threadIdx.x) + register_column(i));
+    s[i] = static_cast<float>(fragment_index<kColumns>(i));
   }
   for (int r = 0; r < 2; ++r) found[2 * threadIdx.x + r] = column_of(s, r, value);
 }
 
 inline void check_columns(Result& result) {
   for (const int at : {0, 1, 79, 80 * 8 + 5, 80 * 63 + 78, 80 * 20 + 33}) {
-    Array<int> found(256);
-    launch(store_columns, 1, 128, 0, static_cast<float>(at), found.device());
+    const auto found = results_of<int>(256, store_columns, 1, 128, 0, static_cast<float>(at));
     const int row = at / kColumns, column = at % kColumns;
     for (int thread = 0; thread < 128; ++thread) {
       for (int r = 0; r < 2; ++r) {
         const bool holds =
             thread_row(thread) + 8 * r == row && thread_column(thread) == column % 8 / 2 * 2;
-        result.equal(holds ? column : -1, found.download()[2 * thread + r], "column_of", thread, r);
+        result.equal(holds ? column : -1, found[2 * thread + r], "column_of", thread, r);
       }
     }
   }

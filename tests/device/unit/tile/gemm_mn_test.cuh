@@ -8,7 +8,7 @@
 namespace unit::gemm_mn {
 
 using namespace flashattn3;
-using gemm::compare_product, gemm::desc_low, gemm::kBf16, gemm::kFp16, gemm::store_fragment;
+using gemm::compare_product, gemm::desc_low, gemm::kBf16, gemm::kFp16;
 
 // O = 7 + P V with both in shared memory.
 template <ElementType kElement, int kColumns>
@@ -30,10 +30,10 @@ template <ElementType kElement, int kColumns>
 void check_ss_mn_b(Result& result) {
   const Matrix p(64, 64, 4, 5), v(64, kColumns, 4, 6);
   Array<uint8_t> p_bytes(p.bytes(kElement)), v_bytes(v.bytes(kElement));
-  Array<float> found(64 * kColumns);
-  launch(store_ss_mn_b<kElement, kColumns>, 1, 128, tile_bytes(64, 128 + kColumns * 2),
-         p_bytes.device(), v_bytes.device(), found.device());
-  compare_product(result, p, false, v, 7, found.download());
+  const auto found =
+      results_of<float>(64 * kColumns, store_ss_mn_b<kElement, kColumns>, 1, 128,
+                        tile_bytes(64, 128 + kColumns * 2), p_bytes.device(), v_bytes.device());
+  compare_product(result, p, false, v, 7, found);
 }
 
 // O = S^T K, or with kTwice O = S^T K + S^T K.
@@ -61,11 +61,9 @@ template <ElementType kElement, int kDepth, int kColumns, bool kTwice>
 void check_ss_mn_ab(Result& result) {
   const Matrix s(kDepth, 64, 4, 7), k(kDepth, kColumns, 4, 8);
   Array<uint8_t> s_bytes(s.bytes(kElement)), k_bytes(k.bytes(kElement));
-  Array<float> found(64 * kColumns);
-  launch(store_ss_mn_ab<kElement, kDepth, kColumns, kTwice>, 1, 128,
-         tile_bytes(kDepth, 128 + kColumns * 2), s_bytes.device(), k_bytes.device(),
-         found.device());
-  std::vector<float> product = found.download();
+  auto product =
+      results_of<float>(64 * kColumns, store_ss_mn_ab<kElement, kDepth, kColumns, kTwice>, 1, 128,
+                        tile_bytes(kDepth, 128 + kColumns * 2), s_bytes.device(), k_bytes.device());
   if (kTwice) {
     for (float& x : product) x /= 2.f;
   }

@@ -10,22 +10,6 @@ namespace unit::gemm {
 
 using namespace flashattn3;
 
-// Writes a warpgroup's accumulators to a dense matrix of 64 rows from row 64 * warpgroup on.
-template <int kColumns>
-__device__ void store_fragment(const float (&d)[kColumns / 2], float* found) {
-  for (int i = 0; i < kColumns / 2; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    found[row * kColumns + thread_column(threadIdx.x) + register_column(i)] = d[i];
-  }
-}
-template <int kColumns>
-__device__ void load_fragment(float (&d)[kColumns / 2], const float* matrix) {
-  for (int i = 0; i < kColumns / 2; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    d[i] = matrix[row * kColumns + thread_column(threadIdx.x) + register_column(i)];
-  }
-}
-
 __device__ inline uint32_t desc_low(const uint8_t* tile, int atom_stride) {
   return smem_desc_low(cute::cast_smem_ptr_to_uint(tile), atom_stride);
 }
@@ -54,10 +38,9 @@ void check_ss(Result& result) {
   constexpr int kPitchBytes = kHeadDim * element_bytes(kElement);
   const Matrix q(128, kHeadDim, 4, 1), k(kN, kHeadDim, 4, 2);
   Array<uint8_t> q_bytes(q.bytes(kElement)), k_bytes(k.bytes(kElement));
-  Array<float> found(128 * kN);
-  launch(store_ss<kElement, kN, kHeadDim, kAdd>, 1, 256, tile_bytes(128 + kN, kPitchBytes),
-         q_bytes.device(), k_bytes.device(), found.device());
-  const std::vector<float>& s = found.download();
+  const auto s =
+      results_of<float>(128 * kN, store_ss<kElement, kN, kHeadDim, kAdd>, 1, 256,
+                        tile_bytes(128 + kN, kPitchBytes), q_bytes.device(), k_bytes.device());
   for (int row = 0; row < 128; ++row) {
     for (int column = 0; column < kN; ++column) {
       int wanted = kAdd ? 1000 : 0;
@@ -104,10 +87,10 @@ void check_rs(Result& result) {
   const Matrix p(64, kN, 4, 3), v(kN, kHeadDim, 4, 4);
   Array<float> p_values(std::vector<float>(p.values.begin(), p.values.end()));
   Array<uint8_t> v_bytes(v.bytes(kElement));
-  Array<float> found(64 * kHeadDim);
-  launch(store_rs<kElement, kN, kHeadDim>, 1, 128, tile_bytes(kN, kHeadDim * 2), p_values.device(),
-         v_bytes.device(), found.device());
-  compare_product(result, p, false, v, 7, found.download());
+  const auto found =
+      results_of<float>(64 * kHeadDim, store_rs<kElement, kN, kHeadDim>, 1, 128,
+                        tile_bytes(kN, kHeadDim * 2), p_values.device(), v_bytes.device());
+  compare_product(result, p, false, v, 7, found);
 }
 
 // pack rounds to nearest, the low half first; unpack returns both halves.

@@ -24,8 +24,7 @@ __global__ void store_loaded_rows(uint32_t* found) {
 }
 
 inline void check_loaded(Result& result) {
-  Array<uint32_t> found(32 * 24);
-  launch(store_loaded_rows, 1, 32, kRowsOfWarp * 128, found.device());
+  const auto found = results_of<uint32_t>(32 * 24, store_loaded_rows, 1, 32, kRowsOfWarp * 128);
   for (int lane = 0; lane < 32; ++lane) {
     for (int i = 0; i < 24; ++i) {
       const int word = i < 16 ? i : i - 8;  // the second half again
@@ -33,7 +32,7 @@ inline void check_loaded(Result& result) {
       const int column = thread_column(lane) + register_column(2 * word);
       const uint32_t pair = element(row, column) | static_cast<uint32_t>(element(row, column + 1))
                                                        << 16;
-      result.equal(pair, found.download()[lane * 24 + i], "loaded", lane, i);
+      result.equal(pair, found[lane * 24 + i], "loaded", lane, i);
     }
   }
 }

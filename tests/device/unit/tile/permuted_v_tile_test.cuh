@@ -30,9 +30,9 @@ inline void check_load(Result& result) {
       make_permuted_v_map(device.device(), device.device(), kAllKeys, kVHeads, kColumns, kKeys);
   for (const int key : {0, 32, 96, 144}) {
     for (int head = 0; head < kVHeads; ++head) {
-      Array<uint8_t> found(kKeys * kColumns);
-      launch(load_v, 1, 64, kTileOffset + kKeys * kColumns, map, key, head, found.device());
-      const std::vector<uint8_t>& tile = found.download();
+      constexpr int kBytes = kKeys * kColumns;
+      const auto tile =
+          results_of<uint8_t>(kBytes, load_v, 1, 64, kTileOffset + kBytes, map, key, head);
       for (int k = 0; k < kKeys; ++k) {
         for (int column = 0; column < kColumns; ++column) {
           const int tile_at = ((column / 8 * (kKeys / 16) + k / 16) * 8 + column % 8) * 16 + k % 16;
@@ -65,19 +65,13 @@ void check_filled(Result& result) {
   constexpr int kBytes = kKeys * kHeadDim;
   for (const int num_threads : {32, 128}) {
     for (int used = 0; used <= kKeys; ++used) {
-      Array<uint8_t> found(kBytes + kMargin);
-      launch(fill_permuted<kKeys, kHeadDim>, 1, num_threads, kBytes + kMargin, used,
-             found.device());
-      const std::vector<uint8_t>& bytes = found.download();
-      const std::string name = "permuted V used " + std::to_string(used);
-      for (int key = 0; key < kKeys; ++key) {
-        for (int column = 0; column < kHeadDim; ++column) {
-          result.equal(key < used ? 0xff : 0, bytes[permuted_offset(kKeys, key, column)], name, key,
-                       column);
-        }
-      }
+      const auto found = results_of<uint8_t>(kBytes + kMargin, fill_permuted<kKeys, kHeadDim>, 1,
+                                             num_threads, kBytes + kMargin, used);
       // The columns of the row sums follow the tile and stay as they are.
-      for (int i = 0; i < kMargin; ++i) result.equal(0xff, bytes[kBytes + i], name, kKeys, i);
+      compare_filled(
+          result, "permuted V used " + std::to_string(used), found, kKeys, kHeadDim,
+          [](int key, int column) { return permuted_offset(kKeys, key, column); },
+          [&](int key) { return key >= used; });
     }
   }
 }

@@ -29,12 +29,11 @@ inline void check_weights(Result& result) {
   }
   const int count = static_cast<int>(weights.size());
   Array<float> given(weights);
-  Array<uint32_t> found(count);
-  launch(store_column_bytes, 1, count, 0, given.device(), found.device());
+  const auto found = results_of<uint32_t>(count, store_column_bytes, 1, count, 0, given.device());
   for (int i = 0; i < count; ++i) {
     double weight = 0;
     for (int c = 0; c < kUsedRowSumColumns; ++c) {
-      const uint8_t code = static_cast<uint8_t>(found.download()[i] >> (8 * c));
+      const uint8_t code = static_cast<uint8_t>(found[i] >> (8 * c));
       weight += e4m3_value(code) * std::pow(16., -c);
     }
     weight /= 1 << kLog2KeyWeight;
@@ -69,10 +68,7 @@ __global__ void multiply(const float* codes, const uint8_t* v, const float* weig
   fence_async_proxy();
   __syncthreads();
   float s[kN / 2];
-  for (int i = 0; i < kN / 2; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    s[i] = codes[row * kN + thread_column(threadIdx.x) + register_column(i)];
-  }
+  load_fragment<kN>(s, codes);
   Probabilities<ElementType::kE4m3, kN> p;
   SoftmaxE4m3<kN, false, 1, false>::pack(p, s);
   float o[(kHeadDim + kRowSumColumns) / 2];
@@ -81,10 +77,7 @@ __global__ void multiply(const float* codes, const uint8_t* v, const float* weig
       o, p, smem_desc_low(cute::cast_smem_ptr_to_uint(tile), kCoreBytes));
   warpgroup_wait<0>();
   warpgroup_fence_operand(o);
-  for (int i = 0; i < kHeadDim / 2; ++i) {
-    const int row = thread_row(threadIdx.x) + register_row(i);
-    out[row * kHeadDim + thread_column(threadIdx.x) + register_column(i)] = o[i];
-  }
+  for (int i = 0; i < kHeadDim / 2; ++i) out[fragment_index<kHeadDim>(i)] = o[i];
   float sum[2] = {0.f, 0.f};
   take_row_sums(sum, o);
   for (int r = 0; r < 2; ++r) {

@@ -41,10 +41,10 @@ void check_tile(Result& result) {
   for (const int row : {0, 17, 60, 99, 100}) {
     for (int b = 0; b < kBatch; ++b) {
       const int head = row % kHeads;
-      Array<uint8_t> found(kRows * kAtoms * 128);
-      launch(load_one<kAtoms, 128 / kElementBytes, kFirstAtom>, 1, 64,
-             kTileOffset + kRows * kAtoms * 128, map, row, head, b, found.device());
-      const std::vector<uint8_t>& tile = found.download();
+      constexpr int kBytes = kRows * kAtoms * 128;
+      const auto tile =
+          results_of<uint8_t>(kBytes, load_one<kAtoms, 128 / kElementBytes, kFirstAtom>, 1, 64,
+                              kTileOffset + kBytes, map, row, head, b);
       const std::string name = "tile from row " + std::to_string(row);
       for (int r = 0; r < kRows; ++r) {
         for (int byte = 0; byte < kAtoms * 128; ++byte) {
@@ -79,9 +79,9 @@ inline void check_floats(Result& result) {
       make_float_map("test", device.device(), kColumns, kFloatRows, kBoxColumns);
   for (const int column : {0, 64, 128, 160}) {
     for (const int row : {0, 4}) {
-      Array<uint8_t> found(kBoxColumns * 4);
-      launch(load_floats, 1, 64, kTileOffset + kBoxColumns * 4, map, column, row, found.device());
-      const float* box = reinterpret_cast<const float*>(found.download().data());
+      const auto found = results_of<uint8_t>(kBoxColumns * 4, load_floats, 1, 64,
+                                             kTileOffset + kBoxColumns * 4, map, column, row);
+      const float* box = reinterpret_cast<const float*>(found.data());
       for (int i = 0; i < kBoxColumns; ++i) {
         const bool inside = column + i < kColumns;
         result.equal(inside ? matrix[row * kColumns + column + i] : 0.f, box[i], "floats", column,
@@ -103,16 +103,12 @@ void check_rows(Result& result) {
   constexpr int kBytes = kRows * kAtoms * 128;
   for (const int num_threads : {32, 256}) {
     for (const int used : {0, 1, 15, 16, 31, kRows - 1, kRows}) {
-      Array<uint8_t> found(kBytes + kMargin);
-      launch(fill_rows<kRows, kAtoms>, 1, num_threads, kBytes + kMargin, used, found.device());
-      const std::vector<uint8_t>& bytes = found.download();
-      for (int row = 0; row < kRows; ++row) {
-        for (int byte = 0; byte < kAtoms * 128; ++byte) {
-          result.equal(row < used ? 0xff : 0, bytes[tile_offset(kRows, row, byte)],
-                       "V used " + std::to_string(used), row, byte);
-        }
-      }
-      for (int i = 0; i < kMargin; ++i) result.equal(0xff, bytes[kBytes + i], "after V", used, i);
+      const auto found = results_of<uint8_t>(kBytes + kMargin, fill_rows<kRows, kAtoms>, 1,
+                                             num_threads, kBytes + kMargin, used);
+      compare_filled(
+          result, "V used " + std::to_string(used), found, kRows, kAtoms * 128,
+          [](int row, int byte) { return tile_offset(kRows, row, byte); },
+          [&](int row) { return row >= used; });
     }
   }
 }
@@ -131,17 +127,12 @@ void check_rows_outside(Result& result) {
   constexpr int kBytes = kRows * kAtoms * 128;
   for (const int begin : {-100, 0, 1, 15, 31, kRows - 1, kRows, kRows + 100}) {
     for (const int end : {-1, 0, 1, 15, 16, 33, kRows - 1, kRows, kRows + 100}) {
-      Array<uint8_t> found(kBytes + kMargin);
-      launch(fill_rows_outside<kRows, kAtoms>, 1, 32, kBytes + kMargin, begin, end, found.device());
-      const std::vector<uint8_t>& bytes = found.download();
-      const std::string name = "V from " + std::to_string(begin) + " to " + std::to_string(end);
-      for (int row = 0; row < kRows; ++row) {
-        for (int byte = 0; byte < kAtoms * 128; ++byte) {
-          result.equal(row >= begin && row < end ? 0xff : 0, bytes[tile_offset(kRows, row, byte)],
-                       name, row, byte);
-        }
-      }
-      for (int i = 0; i < kMargin; ++i) result.equal(0xff, bytes[kBytes + i], name, kRows, i);
+      const auto found = results_of<uint8_t>(kBytes + kMargin, fill_rows_outside<kRows, kAtoms>, 1,
+                                             32, kBytes + kMargin, begin, end);
+      compare_filled(
+          result, "V from " + std::to_string(begin) + " to " + std::to_string(end), found, kRows,
+          kAtoms * 128, [](int row, int byte) { return tile_offset(kRows, row, byte); },
+          [&](int row) { return row < begin || row >= end; });
     }
   }
 }

@@ -89,9 +89,8 @@ __global__ void store_staged_columns(uint4* found) {
 }
 
 inline void check_staged(Result& result) {
-  Array<uint4> found(16 * 8);
-  launch(store_staged_columns, 1, 32, kRowsOfWarp * 128, found.device());
-  const uint16_t* elements = reinterpret_cast<const uint16_t*>(found.download().data());
+  const auto found = results_of<uint4>(16 * 8, store_staged_columns, 1, 32, kRowsOfWarp * 128);
+  const uint16_t* elements = reinterpret_cast<const uint16_t*>(found.data());
   for (int i = 0; i < 16 * 64; ++i) {
     result.equal(element(i / 64, i % 64), elements[i], "staged", i / 64, i % 64);
   }
