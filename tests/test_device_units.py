@@ -127,7 +127,7 @@ def has_parts_of_every_head_dim(lines: list[str]) -> None:
 
 
 # Program, options, the fewest and the most cases, and what else its lines must have. Each takes
-# seconds of a CPU, and 20 s of the compiler; programs leave out problems that would take longer.
+# seconds of a CPU, and 10 to 20 s of the compiler; programs leave out longer problems.
 LONG = ("--steps", "1000")
 EMULATIONS = {
     "decode": ("decode", (), 41, 99, None),

@@ -355,17 +355,15 @@ struct Problem {
       tensor.num_ctas = (tensor.num_tokens + tensor.tokens_per_cta - 1) / tensor.tokens_per_cta;
     }
     const std::vector<uint16_t> before[] = {k_cache.bits, v_cache.bits, q_out.bits};
-    std::vector<int> order(num_append_ctas(args));
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
-    emulation::kernel = [&] {
+    const auto kernel = [&] {
       if (fp16) {
         append::append_kernel<ElementType::kFloat16>(args);
       } else {
         append::append_kernel<ElementType::kBFloat16>(args);
       }
     };
-    if (!emulation::run_ctas(order, append::kThreads, 1)) return "deadlock";
+    const emulation::Grid grid{num_append_ctas(args), append::kThreads};
+    if (!emulation::run(kernel, grid, 1)) return "deadlock";
     Wanted wanted[] = {Wanted(k_cache.bits.size()), Wanted(v_cache.bits.size()),
                        Wanted(q_out.bits.size())};
     expect_cache(k, k_cache, k_descale, true, wanted[0]);

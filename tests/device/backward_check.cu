@@ -6,15 +6,11 @@
 //       --head-dim: of the problems, instead of the config's
 //   backward_check --repeat times [part of a config name [length]]
 //       runs one causal problem many times and reports results that change in any bit
-//   backward_check --self [part of a name]
-//       checks the reference and its bounds themselves; needs no GPU
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
 #include <array>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
 #include <string>
 #include <utility>
 
@@ -22,7 +18,7 @@
 #include "backward_configs.h"
 #include "backward_params.h"
 #include "backward_problem.h"
-#include "backward_self.h"
+#include "command_line.h"
 #include "harness.cuh"
 
 using flashattn3::BackwardParams;
@@ -49,13 +45,12 @@ static const std::vector<ConfigFunctions> kRows =
 static std::string config_name(int i) { return flashattn3::kCheckConfigNames[i]; }
 
 struct Options {
-  int from = 0, length = 0, repeats = 0, head_dim = 0;
-  bool quiet = false, time = false, deterministic = false, self = false;
-  const char* part = nullptr;    // part of a case's name
-  const char* config = nullptr;  // part of a kernel config's name
-  bool wants(int i) const {
-    return config == nullptr || config_name(i).find(config) != std::string::npos;
-  }
+  CommandLine given;
+  // Part of a kernel config's name, and a length.
+  const char* config = given.text("--config", given.text("--time", given.text("--repeat", "", 2)));
+  int length = given.number("--time", given.number("--repeat", 0, 3), 2);
+
+  bool wants(int i) const { return config_name(i).find(config) != std::string::npos; }
 };
 
 // Device memory between guard bytes; memory and guards are filled with 0xff.
@@ -80,95 +75,27 @@ struct GuardedBytes {
   }
 };
 
-// One float per row, on the device, in (heads, seq) order or with heads_last (seq, heads).
-struct RowFloats {
-  float* device = nullptr;
-  flashattn3::Strides stride;
-  RowFloats(const Inputs& inputs, const std::vector<float>& values, bool heads_last) {
-    const int64_t seq = inputs.q.seq, heads = inputs.c.heads_q;
-    stride = {seq * heads, 1, seq};
-    std::vector<float> strided = values;
-    if (heads_last) {
-      stride = {seq * heads, heads, 1};
-      for (size_t i = 0; i < values.size(); ++i) {
-        const int64_t batch_coord = i / (seq * heads), h = i / seq % heads, s = i % seq;
-        strided[batch_coord * seq * heads + s * heads + h] = values[i];
-      }
-    }
-    check(cudaMalloc(&device, strided.size() * 4 + 4));
-    check(cudaMemcpy(device, strided.data(), strided.size() * 4, cudaMemcpyHostToDevice));
-  }
-  ~RowFloats() { cudaFree(device); }
-  RowFloats(const RowFloats&) = delete;
-};
-
-// The kernel's inputs and outputs of a problem, on the device.
+// A problem's inputs and results on the device.
 struct DeviceProblem {
   BackwardProblem& p;
-  RowFloats lse, dlse;
-  int *cu_q, *cu_k, *used_q, *used_k, *varlen_schedule;
-  float *sinks, *slopes, *dsinks;
   DeviceMemory memory;
-  flashattn3::MaskListParams lists;
-  const int* turns;
+  BackwardParams params;
 
-  explicit DeviceProblem(BackwardProblem& p)
-      : p(p), lse(p, p.lse, false), dlse(p, p.dlse, p.c.other_strides) {
-    const Case& c = p.c;
+  explicit DeviceProblem(BackwardProblem& p) : p(p) {
     for (Tensor* t : {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.bias}) t->upload();
-    clear_results();
-    cu_q = device_copy(c.cu_q), cu_k = device_copy(c.cu_k);
-    used_q = device_copy(c.used_q), used_k = device_copy(c.used_k);
-    const int64_t schedule_words =
-        c.cu_q.empty() ? 0 : flashattn3::varlen_schedule_bytes(c.batch) / 4;
-    varlen_schedule = device_copy(std::vector<int>(schedule_words, -1));
-    sinks = device_copy(p.sinks), slopes = device_copy(p.slopes);
-    dsinks = device_copy(std::vector<float>(p.sinks.size(), NAN));
-    if (p.mask.heads != 0) lists = p.lists.params(memory);
-    turns = memory(p.lists.turns);
+    for (Tensor* t : results()) t->upload();
+    params = make_params(p, memory);
     check(cudaGetLastError());
   }
-  ~DeviceProblem() {
-    for (float* each : {sinks, slopes, dsinks}) cudaFree(each);
-    for (int* table : {cu_q, cu_k, used_q, used_k, varlen_schedule}) cudaFree(table);
-  }
-  DeviceProblem(const DeviceProblem&) = delete;
 
+  std::array<Tensor*, 5> results() const { return {&p.dq, &p.dk, &p.dv, &p.ds, &p.dbias}; }
   void clear_results() {
     p.clear_results();
-    for (Tensor* t : {&p.dq, &p.dk, &p.dv, &p.ds, &p.dbias}) t->upload();
+    for (Tensor* t : results()) t->upload();
   }
   void download_results() {
-    for (Tensor* t : {&p.dq, &p.dk, &p.dv, &p.dbias}) t->download();
-  }
-
-  // Their gradient has the same bits in every run. Returns an error message, or "".
-  std::string check_sinks(const std::string& prefix) {
-    std::vector<float> found(p.sinks.size());
-    check(cudaMemcpy(found.data(), dsinks, found.size() * 4, cudaMemcpyDeviceToHost));
-    if (first_dsinks.empty()) first_dsinks = found;
-    for (size_t h = 0; h < found.size(); ++h) {
-      const double wanted = p.reference.dsinks[h];
-      const bool near = std::fabs(found[h] - wanted) <= p.reference.dsinks_bound[h];
-      if (near && found[h] == first_dsinks[h]) continue;
-      return prefix + "the sink of head " + std::to_string(h) + " has gradient " +
-             std::to_string(found[h]) + ", wanted " + std::to_string(wanted) + ", first " +
-             std::to_string(first_dsinks[h]);
-    }
-    return "";
-  }
-  std::vector<float> first_dsinks;
-
-  BackwardParams params(int num_sms) {
-    BackwardParams params = make_params(
-        p, {lse.device, dlse.device, lse.stride, dlse.stride, cu_q, cu_k, used_q, used_k},
-        [](Tensor& tensor) { return tensor.data(); });
-    params.forward.varlen_schedule = varlen_schedule;
-    params.forward.sinks = sinks, params.forward.alibi_slopes = slopes;
-    params.dsinks = dsinks;
-    params.lists = lists, params.turns = turns;
-    params.forward.num_sms = num_sms;
-    return params;
+    for (Tensor* t : results()) t->download();
+    check(cudaMemcpy(p.dsinks.data(), params.dsinks, p.dsinks.size() * 4, cudaMemcpyDeviceToHost));
   }
 };
 
@@ -202,26 +129,22 @@ constexpr Run kRuns[] = {
 };
 
 struct Outcome {
-  std::string wrong;     // a line for each error
-  int num_parts = 1;     // of the query heads of a KV head, on all SMs
-  double ratio[4] = {};  // error / bound of dq, dk, dv, dbias
-  void add(const std::string& text) {
-    if (!text.empty()) wrong += "      " + text + "\n";
+  std::string wrong;  // a line for each error
+  int num_parts = 1;  // of the query heads of a KV head, on all SMs
+  GradientChecks checks;
+
+  void add(const char* run, const std::string& text) {
+    if (!text.empty()) wrong += "      " + std::string(run) + ": " + text + "\n";
   }
 };
 
-// dk and dv must be bitwise equal in all nondeterministic runs with as many parts of the query
-// heads (their number depends on that of the SMs); dk and dv likewise in deterministic ones, and dq
-// in all of these.
 static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config, const char* label,
                           int num_sms, int* counter) {
   Outcome outcome;
-  Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv, &p.reference.dbias};
-  BackwardParams params = device.params(num_sms);
+  BackwardParams params = device.params;
+  params.forward.num_sms = num_sms;
   GuardedBytes workspace(kRows[config].workspace_bytes(params.forward));
   params.workspace = workspace.data();
-  // Bits of the first run for each (gradient, deterministic, number of parts).
-  std::map<std::array<int, 3>, std::vector<uint16_t>> first;
   for (const Run& run : kRuns) {
     std::snprintf(g_now, sizeof(g_now), "%s, %s", label, run.name);
     device.clear_results();
@@ -235,37 +158,22 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
     try {
       kRows[config].launch(params, nullptr);
     } catch (const std::exception& error) {
-      outcome.add(error.what());
+      outcome.add(run.name, error.what());
       return outcome;
     }
     check(cudaDeviceSynchronize());
     device.download_results();
     check(cudaGetLastError());
-    const std::string prefix = std::string(run.name) + ": ";
     int counts[2];
     check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
-    if (counts[0] != 0 || counts[1] != 0) outcome.add(prefix + "the tile counter was not put back");
-    if (!workspace.guards_hold()) outcome.add(prefix + "written outside the workspace");
-    const std::string tile_semaphore =
-        run.deterministic ? check_tile_semaphore(p, params, config, num_parts) : "";
-    if (!tile_semaphore.empty()) outcome.add(prefix + tile_semaphore);
-    outcome.add(device.check_sinks(prefix));
-    for (int i = 0; i < 4; ++i) {
-      Gradient& g = *gradients[i];
-      Tensor& tensor = p.tensor(g);
-      std::vector<uint16_t>& bits = first[{i, run.deterministic, i > 0 ? num_parts : 0}];
-      if (bits.empty()) {
-        bits = tensor.host;
-      } else if (i > 0 || run.deterministic) {
-        const std::string what = difference(run.name, g, tensor, bits, p.c.fp16);
-        outcome.add(what);
-        if (what.empty()) continue;
-      }
-      const std::string uncovered = check_coverage(p, g);
-      if (!uncovered.empty()) outcome.add(prefix + uncovered);
-      const Worst worst = compare(p, g);
-      outcome.ratio[i] = std::max(outcome.ratio[i], worst.ratio);
-      if (worst.wrong > 0) outcome.add(prefix + describe(g, worst));
+    if (counts[0] != 0 || counts[1] != 0)
+      outcome.add(run.name, "the tile counter was not put back");
+    if (!workspace.guards_hold()) outcome.add(run.name, "written outside the workspace");
+    if (run.deterministic) {
+      outcome.add(run.name, check_tile_semaphore(p, params, config, num_parts));
+    }
+    for (const std::string& text : outcome.checks.compare(p, run.deterministic, num_parts)) {
+      outcome.add(run.name, text);
     }
   }
   return outcome;
@@ -274,10 +182,11 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
 // Runs the case on every kernel config of its dtype with the smallest sufficient head dim. Returns
 // false on failure.
 static bool run_case(const Case& c, int index, const Options& options, int num_sms, int* counter) {
+  const bool quiet = options.given.has("--quiet");
   std::vector<int> rows = configs_of(c);
   std::erase_if(rows, [&](int i) { return !options.wants(i); });
   if (rows.empty()) {
-    if (!options.quiet) std::printf("no row for %3d %s\n", index, c.name.c_str());
+    if (!quiet) std::printf("no row for %3d %s\n", index, c.name.c_str());
     return true;
   }
   g_case = index;
@@ -294,10 +203,9 @@ static bool run_case(const Case& c, int index, const Options& options, int num_s
     alarm(0);
     const bool pass = outcome.wrong.empty();
     good = good && pass;
-    if (pass && options.quiet) continue;
-    std::printf("%s  %s  in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f dbias %.2f\n%s",
-                pass ? "PASS" : "FAIL", label, outcome.num_parts, outcome.ratio[0],
-                outcome.ratio[1], outcome.ratio[2], outcome.ratio[3], outcome.wrong.c_str());
+    if (pass && quiet) continue;
+    std::printf("%s  %s  in %d parts; %s\n%s", pass ? "PASS" : "FAIL", label, outcome.num_parts,
+                outcome.checks.bounds().c_str(), outcome.wrong.c_str());
     std::fflush(stdout);
   }
   return good;
@@ -357,7 +265,7 @@ struct GridData {
 
 // Prints the median of 5 rounds.
 static void time_grid(const Options& options, int num_sms, int* counter) {
-  constexpr int kLengths = 6, kRounds = 5;
+  constexpr int kRounds = 5;
   GridData grids[2] = {GridData(false), GridData(true)};
   std::printf("TFLOP/s at 512, 1024, 2048, 4096, 8192, 16384; microseconds of all kernels\n");
   for (const bool causal : {false, true}) {
@@ -365,14 +273,14 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
       if (!options.wants(config) || kCheckConfigs[config].listed) continue;
       GridData& data = grids[kCheckConfigs[config].dtype == flashattn3::kFp16];
       for (const bool sinks : {false, true}) {
-        const bool deterministic = options.deterministic;
+        const bool deterministic = options.given.has("--deterministic");
         const std::string name = config_name(config) + (causal ? " causal" : "") +
                                  (deterministic ? " ordered" : "") + (sinks ? " sinks" : "");
-        double rate[kLengths] = {}, spent[kLengths] = {};
+        GridLine line;
         for (int length = 0; length < kLengths; ++length) {
           const int seqlen = 512 << length;
           const int largest = kCheckConfigs[config].head_dim;
-          const int head_dim = options.head_dim != 0 ? options.head_dim : largest;
+          const int head_dim = options.given.number("--head-dim", largest);
           if (options.length != 0 && seqlen != options.length) continue;
           BackwardParams params = data.params(config, head_dim, seqlen, causal);
           params.forward.deterministic = deterministic;
@@ -387,26 +295,11 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
           const double flop =
               2.0 * 16384 * (2048 / head_dim) * columns * seqlen * (causal ? 0.5 : 1.0);
           const int repeats = std::max(2, static_cast<int>(3e-3 / (flop / 5e14)));
-          std::vector<float> ms;
-          for (int round = 0; round < kRounds; ++round) {
-            std::snprintf(g_now, sizeof(g_now), "timing %s at %d", name.c_str(), seqlen);
-            alarm(15);
-            usleep(3000);  // idle, as beside slower providers: not always at the power limit
-            const auto launch = [&] { kRows[config].launch(params, nullptr); };
-            if (round == 0) time_launch(launch, 2);
-            ms.push_back(time_launch(launch, repeats));
-            alarm(0);
-          }
-          std::sort(ms.begin(), ms.end());
-          spent[length] = ms[kRounds / 2] * 1e3;
-          rate[length] = flop / spent[length] * 1e-6;
+          const auto launch = [&](int) { kRows[config].launch(params, nullptr); };
+          const auto label = [&](int) { return name; };
+          line.set(length, median_times(1, kRounds, repeats, label, launch)[0], flop);
         }
-        std::printf("%-44s", name.c_str());
-        for (const double x : rate) std::printf("%5.0f", x);
-        std::printf("  |");
-        for (const double x : spent) std::printf("%7.0f", x);
-        std::printf("\n");
-        std::fflush(stdout);
+        line.print(name);
       }
     }
   }
@@ -436,6 +329,7 @@ static __global__ void find_changes(const uint16_t* a, const uint16_t* b, int64_
 
 // Runs one causal problem many times. dk and dv must not change; dq may if not deterministic.
 static bool repeat(const Options& options, int num_sms, int* counter) {
+  const int repeats = options.given.number("--repeat");
   GridData grids[2] = {GridData(false), GridData(true)};
   uint16_t* kept[3];
   for (auto& pointer : kept) check(cudaMalloc(&pointer, GridData::kCount * 2));
@@ -458,7 +352,7 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
       const int64_t counts[3] = {rows * head_dim, rows * head_dim,
                                  rows * params.forward.head_dim_v};
       check(cudaMemset(found, 0, 3 * sizeof(Change)));
-      for (int time = 0; time < options.repeats; ++time) {
+      for (int time = 0; time < repeats; ++time) {
         std::snprintf(g_now, sizeof(g_now), "repeating %s, time %d", config_name(config).c_str(),
                       time);
         alarm(15);
@@ -478,7 +372,7 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
       Change changes[3];
       check(cudaMemcpy(changes, found, sizeof(changes), cudaMemcpyDeviceToHost));
       std::printf("%s%s, %d times:", config_name(config).c_str(), deterministic ? " ordered" : "",
-                  options.repeats);
+                  repeats);
       for (int i = 0; i < 3; ++i) {
         float largest;
         std::memcpy(&largest, &changes[i].largest, 4);
@@ -497,65 +391,22 @@ static bool repeat(const Options& options, int num_sms, int* counter) {
   return good;
 }
 
-static Options read_options(int argc, char** argv) {
-  Options o;
-  int i = 1;
-  const auto next = [&]() -> const char* {
-    return i + 1 < argc && std::strncmp(argv[i + 1], "--", 2) != 0 ? argv[++i] : nullptr;
-  };
-  const auto next_number = [&] {
-    const char* text = next();
-    return text == nullptr ? 0 : std::atoi(text);
-  };
-  for (; i < argc; ++i) {
-    const std::string name = argv[i];
-    if (name == "--from") {
-      o.from = next_number();
-    } else if (name == "--only") {
-      o.part = next();
-    } else if (name == "--config") {
-      o.config = next();
-    } else if (name == "--quiet") {
-      o.quiet = true;
-    } else if (name == "--deterministic") {
-      o.deterministic = true;
-    } else if (name == "--head-dim") {
-      o.head_dim = next_number();
-    } else if (name == "--self") {
-      o.self = true;
-      o.part = next();
-    } else if (name == "--time" || name == "--repeat") {
-      o.time = name == "--time";
-      if (!o.time) o.repeats = next_number();
-      o.config = next();
-      o.length = next_number();
-    } else {
-      std::printf("unknown: %s\n", argv[i]);
-      std::exit(2);
-    }
-  }
-  return o;
-}
-
 int main(int argc, char** argv) {
-  const Options options = read_options(argc, argv);
-  const std::vector<Case> cases = backward_cases();
-  if (options.self) return !test_self(cases, options.part);
+  const Options options{{argc, argv}};
   signal(SIGALRM, on_alarm);
   int num_sms = 0, *counter;
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
   check(cudaMalloc(&counter, 8));
   check(cudaMemset(counter, 0, 8));
-  if (options.time) {
+  if (options.given.has("--time")) {
     time_grid(options, num_sms, counter);
     return 0;
   }
-  if (options.repeats > 0) return !repeat(options, num_sms, counter);
+  if (options.given.has("--repeat")) return !repeat(options, num_sms, counter);
+  const std::vector<Case> cases = backward_cases();
   int failed = 0, run = 0;
-  for (int i = options.from; i < static_cast<int>(cases.size()); ++i) {
-    const bool wanted =
-        options.part == nullptr || cases[i].name.find(options.part) != std::string::npos;
-    if (!wanted) continue;
+  for (int i = options.given.number("--from"); i < static_cast<int>(cases.size()); ++i) {
+    if (cases[i].name.find(options.given.text("--only")) == std::string::npos) continue;
     ++run;
     if (!run_case(cases[i], i, options, num_sms, counter)) ++failed;
   }

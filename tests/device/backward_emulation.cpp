@@ -8,16 +8,14 @@
 //       checks that the kernels end where cu_seqlens is wrong: sequences overlap, and have more
 //       work tiles than the grid was made for
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
-#include <array>
 #include <cstdio>
 #include <cstring>
-#include <map>
-#include <numeric>
 #include <utility>
 
 #include "backward_cases.h"
 #include "backward_configs.h"
 #include "backward_params.h"
+#include "command_line.h"
 #include "launch/backward.cuh"
 #include "launch/varlen_arguments.h"
 #include "run_grid.h"
@@ -103,33 +101,12 @@ constexpr Turn kTurns[] = {{"one cluster after the other", false, 132, 1, 1},
                            {"deterministic", true, 132, 2, 3},
                            {"deterministic, 3 SMs", true, 3, 3, 4}};
 
-static bool run_in_order(const std::function<void()>& kernel, int num_ctas, int num_threads,
-                         uint32_t seed) {
-  std::vector<int> order(num_ctas);
-  std::iota(order.begin(), order.end(), 0);
-  emulation::kernel = kernel;
-  return emulation::run_ctas(order, num_threads, seed);
-}
-
 // Runs the kernels and sets num_parts. Returns an error message, or "".
 static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_t seed,
                        int& num_parts) {
-  const Case& c = p.c;
   const HostMemory memory;
-  const int64_t seq = p.q.seq;
-  const Strides stride{seq * c.heads_q, 1, seq};
-  BackwardParams params = make_params(p,
-                                      {p.lse.data(), p.dlse.data(), stride, stride, memory(c.cu_q),
-                                       memory(c.cu_k), memory(c.used_q), memory(c.used_k)},
-                                      memory);
-  std::vector<int32_t> schedule(varlen_schedule_bytes(c.batch) / 4, -1);
-  params.forward.varlen_schedule = schedule.data();
+  BackwardParams params = make_params(p, memory);
   params.forward.num_sms = turn.num_sms;
-  std::vector<float> dsinks(p.sinks.size(), NAN);
-  params.forward.sinks = memory(p.sinks), params.forward.alibi_slopes = memory(p.slopes);
-  params.dsinks = dsinks.empty() ? nullptr : dsinks.data();
-  if (p.mask.heads != 0)
-    params.lists = p.lists.params(memory), params.turns = memory(p.lists.turns);
   params.forward.deterministic = turn.deterministic;
   constexpr int64_t kGuardBytes = 1024;
   const int64_t bytes = kFunctions[config].size("emulation", params.forward).workspace_bytes;
@@ -143,75 +120,48 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
   if (params.forward.varlen) {
     const int block_n = backward::block_n(kCheckConfigs[config]);
     const varlen::Arguments args = make_prepare_arguments(params, block_n);
-    if (!run_in_order([args] { varlen::prepare(args); }, num_prepare_ctas(params.forward),
-                      varlen::kThreads, seed)) {
+    if (!emulation::run([args] { varlen::prepare(args); },
+                        {num_prepare_ctas(params.forward), varlen::kThreads}, seed)) {
       return "deadlock in varlen::prepare";
     }
   }
-  if (!run_in_order(launches.preprocess, launches.num_m_blocks, backward::kPreprocessThreads,
-                    seed)) {
+  const int num_m_blocks = launches.num_m_blocks;
+  if (!emulation::run(launches.preprocess, {num_m_blocks, backward::kPreprocessThreads}, seed)) {
     return "deadlock in preprocess";
   }
-  std::vector<int> order(launches.grid.num_ctas / launches.grid.cluster_size);
-  std::iota(order.begin(), order.end(), 0);
-  std::mt19937 random(seed);
-  std::shuffle(order.begin(), order.end(), random);
   launches.grid.resident = turn.resident;
-  emulation::kernel = launches.main;
-  if (!emulation::run_grid(launches.grid, order, seed)) return "deadlock";
-  if (!run_in_order(launches.postprocess, launches.num_m_blocks, 128, seed)) {
+  if (!emulation::run(launches.main, launches.grid, seed)) return "deadlock";
+  if (!emulation::run(launches.postprocess, {num_m_blocks, 128}, seed)) {
     return "deadlock in postprocess";
   }
   if (params.ds != nullptr || (params.dbias != nullptr && terms == 1 && params.forward.masked())) {
     const auto ctas = num_reduce_bias_ctas(make_reduce_bias_arguments(params));
-    run_in_order(launches.reduce_bias, static_cast<int>(ctas), backward::kReduceBiasThreads, seed);
+    emulation::run(launches.reduce_bias, {static_cast<int>(ctas), backward::kReduceBiasThreads},
+                   seed);
   }
   const auto touched = [](uint8_t x) { return x != 0xff; };
   if (std::any_of(workspace.begin(), workspace.begin() + kGuardBytes, touched) ||
       std::any_of(workspace.end() - kGuardBytes, workspace.end(), touched)) {
     return "written outside the workspace";
   }
-  for (size_t h = 0; h < dsinks.size(); ++h) {
-    const double off = std::fabs(dsinks[h] - p.reference.dsinks[h]);
-    if (!(off <= p.reference.dsinks_bound[h])) return "wrong gradient of a sink";
-  }
   return "";
 }
 
-// Turns that are alike deterministic must give the same bits: dk and dv where query heads are
-// divided alike, for which the number of SMs counts, and dq if they are deterministic.
 static bool run_case(const Case& c, int config, uint32_t seed) {
   BackwardProblem p(c);
-  Gradient* gradients[] = {&p.reference.dq, &p.reference.dk, &p.reference.dv, &p.reference.dbias};
-  std::map<std::array<int, 3>, std::vector<uint16_t>> first;  // (gradient, deterministic, parts)
-  bool good = true;
+  GradientChecks checks;
   for (const Turn& turn : kTurns) {
-    p.clear_results();
     int num_parts = 0;
-    std::string wrong = run(p, config, turn, seed + turn.seed, num_parts);
-    double ratio[4] = {};
-    for (int i = 0; i < 4 && wrong.empty(); ++i) {
-      Gradient& g = *gradients[i];
-      if (i > 0 || turn.deterministic) {
-        auto& bits = first[{i, turn.deterministic, i > 0 ? num_parts : 0}];
-        if (bits.empty()) bits = p.tensor(g).host;
-        wrong += difference("other bits", g, p.tensor(g), bits, c.fp16);
-      }
-      wrong += check_coverage(p, g);
-      const Worst worst = compare(p, g);
-      ratio[i] = worst.ratio;
-      if (worst.wrong > 0) wrong += describe(g, worst);
-    }
-    good = good && wrong.empty();
-    std::printf(
-        "%s  %-40s %-28s %-27s in %d parts; of the bounds: dq %.2f dk %.2f dv %.2f dbias %.2f\n",
-        wrong.empty() ? "PASS" : "FAIL", c.name.c_str(), kCheckConfigNames[config], turn.name,
-        num_parts, ratio[0], ratio[1], ratio[2], ratio[3]);
-    if (!wrong.empty()) std::printf("      %s\n", wrong.c_str());
+    std::vector<std::string> wrong{run(p, config, turn, seed + turn.seed, num_parts)};
+    if (wrong[0].empty()) wrong = checks.compare(p, turn.deterministic, num_parts);
+    std::printf("%s  %-40s %-28s %-27s in %d parts; %s\n", wrong.empty() ? "PASS" : "FAIL",
+                c.name.c_str(), kCheckConfigNames[config], turn.name, num_parts,
+                checks.bounds().c_str());
+    for (const std::string& text : wrong) std::printf("      %s\n", text.c_str());
     std::fflush(stdout);
-    if (!wrong.empty()) break;
+    if (!wrong.empty()) return false;
   }
-  return good;
+  return true;
 }
 
 static int64_t num_steps(const Case& c, int head_dim) {
@@ -277,16 +227,10 @@ static int run_overlapping_sequences() {
 }
 
 int main(int argc, char** argv) {
-  if (argc == 2 && !std::strcmp(argv[1], "--overlapping")) return run_overlapping_sequences();
-  const char *part = "", *config_part = "";
-  int64_t steps = 100;
-  uint32_t seed = 0;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    if (!std::strcmp(argv[i], "--only")) part = argv[i + 1];
-    if (!std::strcmp(argv[i], "--config")) config_part = argv[i + 1];
-    if (!std::strcmp(argv[i], "--steps")) steps = std::atoi(argv[i + 1]);
-    if (!std::strcmp(argv[i], "--seed")) seed = std::atoi(argv[i + 1]);
-  }
+  const CommandLine given(argc, argv);
+  if (given.has("--overlapping")) return run_overlapping_sequences();
+  const char *part = given.text("--only"), *config_part = given.text("--config");
+  const int steps = given.number("--steps", 100), seed = given.number("--seed");
   int run = 0, failed = 0;
   for (const Case& c : all_cases()) {
     if (c.name.find(part) == std::string::npos) continue;

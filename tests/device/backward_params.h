@@ -3,8 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
+#include <array>
 #include <cstdio>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -12,41 +13,27 @@
 #include "backward_problem.h"
 #include "launch/params.h"
 
-// Rows and sequences of a problem, where the kernels can read them; null: none.
-struct RowMemory {
-  float *lse, *dlse;
-  flashattn3::Strides lse_stride, dlse_stride;
-  const int *cu_q, *cu_k, *used_q, *used_k;
-};
-
-// address: returns that of a tensor's first element.
-template <class Address>
-flashattn3::BackwardParams make_params(BackwardProblem& p, const RowMemory& rows, Address address) {
+// memory: returns where the kernels can read a vector or a tensor.
+template <class Memory>
+flashattn3::BackwardParams make_params(BackwardProblem& p, Memory& memory) {
   const Case& c = p.c;
+  p.clear_results();
   flashattn3::BackwardParams params{};
-  flashattn3::ForwardParams& f = params.forward;
-  f.q = address(p.q), f.k = address(p.k), f.v = address(p.v), f.out = address(p.out);
-  f.lse = rows.lse;
-  f.q_stride = p.q.stride, f.k_stride = p.k.stride, f.v_stride = p.v.stride;
-  f.out_stride = p.out.stride, f.lse_stride = rows.lse_stride;
-  f.batch = c.batch, f.seqlen_q = c.seqlen_q, f.seqlen_k = c.seqlen_k;
-  f.total_q = c.total_q, f.total_k = c.total_k;
-  f.num_heads_q = c.heads_q, f.num_heads_kv = c.heads_kv;
-  f.head_dim = c.head_dim, f.head_dim_v = c.head_dim_v;
-  f.varlen = !c.cu_q.empty();
-  f.positions_q = {rows.cu_q, rows.used_q}, f.positions_k = {rows.cu_k, rows.used_k};
+  flashattn3::ForwardParams& f = params.forward = p.params(p.out, memory);
+  f.lse = const_cast<float*>(memory(p.lse));
+  f.varlen_schedule = const_cast<int32_t*>(memory(p.schedule));
   if (c.bias_heads != 0) {
-    f.bias = {address(p.bias), p.bias.stride, c.bias_batch == 1, c.bias_heads == 1};
-    params.dbias = address(p.dbias);
-    if (num_bias_terms(f) > 2) params.ds = address(p.ds);
+    f.bias = {memory(p.bias), p.bias.stride, c.bias_batch == 1, c.bias_heads == 1};
+    params.dbias = memory(p.dbias);
+    if (num_bias_terms(f) > 2) params.ds = memory(p.ds);
   }
-  f.softmax_scale = c.scale, f.softcap = c.softcap;
-  f.window_left = c.left, f.window_right = c.right;
-  f.alibi_batch = c.heads_q;
-  params.dout = address(p.dout), params.dlse = c.dlse ? rows.dlse : nullptr;
-  params.dq = address(p.dq), params.dk = address(p.dk), params.dv = address(p.dv);
-  params.dout_stride = p.dout.stride, params.dlse_stride = rows.dlse_stride;
+  params.dout = memory(p.dout), params.dlse = c.dlse ? memory(p.dlse) : nullptr;
+  params.dq = memory(p.dq), params.dk = memory(p.dk), params.dv = memory(p.dv);
+  params.dout_stride = p.dout.stride, params.dlse_stride = p.dlse_stride();
   params.dq_stride = p.dq.stride, params.dk_stride = p.dk.stride, params.dv_stride = p.dv.stride;
+  params.dsinks = const_cast<float*>(memory(p.dsinks));
+  if (p.mask.heads != 0) params.lists = p.lists.params(memory);
+  params.turns = memory(p.lists.turns);
   return params;
 }
 
@@ -70,46 +57,12 @@ inline std::vector<int> configs_of(const Case& c) {
   return found;
 }
 
-// The owner of a gradient's element: nothing, no sequence of a varlen batch, a sequence, or the
-// padding columns of a sequence up to a multiple of 8.
-enum Owner : uint8_t { kOutside, kNoSequence, kSequence, kPadding };
-
-inline std::vector<uint8_t> owners_of(BackwardProblem& p, const Gradient& g) {
-  Tensor& tensor = p.tensor(g);
-  std::vector<uint8_t> owners(tensor.host.size(), kOutside);
-  const auto mark = [&](int batch_coord, int row, int columns, Owner as) {
-    for (int h = 0; h < tensor.heads; ++h) {
-      const int64_t at = tensor.row(batch_coord, row, h) - tensor.host.data();
-      std::fill_n(owners.begin() + at, columns, as);
-    }
-  };
-  if (!p.c.cu_q.empty()) {
-    for (int row = 0; row < tensor.seq; ++row) mark(0, row, tensor.dim, kNoSequence);
-  }
-  for (int b = 0; b < p.batch_of(g); ++b) {
-    const Rows rows = p.rows_of(g, b);
-    for (int row = rows.offset; row < rows.offset + rows.length; ++row) {
-      mark(rows.batch_coord, row, (tensor.dim + 7) / 8 * 8, kPadding);
-      mark(rows.batch_coord, row, tensor.dim, kSequence);
-    }
-  }
-  return owners;
-}
-
-// Checks that the rows of sequences are written, with cu_seqlens those between them cleared, and
-// nothing else written except padding. Returns an error message, or "".
+// Returns an error message, or "".
 inline std::string check_coverage(BackwardProblem& p, const Gradient& g) {
-  const std::vector<uint8_t> owners = owners_of(p, g);
-  int64_t missing = 0, dirty = 0, outside = 0;
-  for (size_t i = 0; i < owners.size(); ++i) {
-    const uint16_t found = p.tensor(g).host[i];
-    if (owners[i] == kSequence && !std::isfinite(to_float(found, p.c.fp16))) ++missing;
-    if (owners[i] == kNoSequence && found != 0) ++dirty;
-    if (owners[i] == kOutside && found != kNaN) ++outside;
-  }
-  if (missing == 0 && dirty == 0 && outside == 0) return "";
-  return std::string(g.name) + ": " + std::to_string(missing) + " elements not finite, " +
-         std::to_string(dirty) + " not cleared, " + std::to_string(outside) + " written outside";
+  const auto rows_of = [&](int b) { return p.rows_of(g, b); };
+  const bool varlen = !p.c.cu_q.empty();
+  const std::vector<uint8_t> owners = owners_of(p.tensor(g), p.batch_of(g), rows_of, varlen, true);
+  return check_coverage(g.name, p.tensor(g), owners, p.c.fp16);
 }
 
 // Describes how two results differ; "" if they do not.
@@ -139,3 +92,45 @@ inline std::string difference(const char* what, const Gradient& g, const Tensor&
       to_float(tensor.host[where], fp16));
   return text;
 }
+
+// Compares the gradients of several runs with fp64. Those of dk and dv must have the same bits in
+// all nondeterministic runs with as many parts of the query heads (their number depends on that of
+// the SMs); dk and dv likewise in deterministic runs, and dq in all of these.
+struct GradientChecks {
+  std::map<std::array<int, 3>, std::vector<uint16_t>> first;  // (gradient, deterministic, parts)
+  double ratio[4] = {};  // error / bound; the worst of all runs
+
+  // Returns error messages, or none.
+  std::vector<std::string> compare(BackwardProblem& p, bool deterministic, int num_parts) {
+    std::vector<std::string> wrong;
+    const auto add = [&](const std::string& text) {
+      if (!text.empty()) wrong.push_back(text);
+    };
+    BackwardReference& r = p.reference;
+    Gradient* gradients[] = {&r.dq, &r.dk, &r.dv, &r.dbias};
+    for (int i = 0; i < 4; ++i) {
+      Gradient& g = *gradients[i];
+      auto& bits = first[{i, deterministic, i > 0 ? num_parts : 0}];
+      if (bits.empty()) {
+        bits = p.tensor(g).host;
+      } else if (i > 0 || deterministic) {
+        const std::string other = difference("other bits", g, p.tensor(g), bits, p.c.fp16);
+        if (other.empty()) continue;
+        add(other);
+      }
+      add(check_coverage(p, g));
+      const Worst worst = ::compare(p, g);
+      ratio[i] = std::max(ratio[i], worst.ratio);
+      if (worst.wrong > 0) add(std::string(g.name) + ": " + worst.describe());
+    }
+    add(check_sinks(p));
+    return wrong;
+  }
+
+  std::string bounds() const {
+    char text[80];
+    std::snprintf(text, sizeof(text), "of the bounds: dq %.2f dk %.2f dv %.2f dbias %.2f", ratio[0],
+                  ratio[1], ratio[2], ratio[3]);
+    return text;
+  }
+};

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "inputs.h"
+#include "results.h"
 
 // fp64 values of each sequence: (batch, heads, longest, dim), initially 0.
 struct Grid {
@@ -117,22 +118,14 @@ struct BackwardReference {
     for_rows([&](int b, int h, int s) {
       int begin, end;
       inputs.visible(b, s, begin, end);
-      std::vector<double> x;
-      double top = -INFINITY, sum = 0;
-      for (int j = begin; j < end; ++j) {
-        x.push_back(score(b, h, s, j).value);
-        top = std::max(top, x.back());
-      }
-      if (top == -INFINITY) end = begin;  // the bias hides all keys
-      for (double& e : x) sum += e = std::exp(e - top);
-      const double of_keys = begin == end ? -INFINITY : top + std::log(sum);
-      const double log_sum = *lse.row(b, h, s) = inputs.with_sink(of_keys, h);
-      const double share = std::isinf(log_sum) ? 0 : std::exp(of_keys - log_sum);
+      std::vector<double> p;
+      for (int j = begin; j < end; ++j) p.push_back(score(b, h, s, j).value);
+      *lse.row(b, h, s) = softmax(p, inputs.sink(h));
       double* to = out.row(b, h, s);
       std::fill_n(to, c.head_dim_v, 0.0);
       for (int j = begin; j < end; ++j) {
         const double* values = v.row(b, kv_head(h), j);
-        for (int i = 0; i < c.head_dim_v; ++i) to[i] += x[j - begin] / sum * share * values[i];
+        for (int i = 0; i < c.head_dim_v; ++i) to[i] += p[j - begin] * values[i];
       }
     });
   }
@@ -289,12 +282,13 @@ struct BackwardReference {
 struct BackwardProblem : Inputs {
   Tensor out, dout, dq, dk, dv;
   Tensor ds, dbias;              // ds: of each sequence and head, dense, as dbias, which may share
-  std::vector<float> lse, dlse;  // (batch, heads, seq), with cu_q (heads, total); initially NaN
+  std::vector<float> lse, dlse;  // of the rows; initially NaN
+  std::vector<float> dsinks, first_dsinks;
+  std::vector<int32_t> schedule;  // of a varlen batch
   BlockLists lists{mask, true};
   BackwardReference reference;
 
-  // exact: the reference keeps its own fp64 out and lse instead of the kernel's rounded inputs.
-  explicit BackwardProblem(const Case& c, bool exact = false)
+  explicit BackwardProblem(const Case& c)
       : Inputs(c),
         out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.head_major, c.pitch_padding),
         dout(q.batch, q.seq, c.heads_q, c.head_dim_v, other_order(), other_padding()),
@@ -305,6 +299,7 @@ struct BackwardProblem : Inputs {
         dbias(c.bias_batch, c.seqlen_q, c.bias_heads, c.seqlen_k, true, 0),
         lse(num_rows(), NAN),
         dlse(num_rows(), NAN),
+        dsinks(sinks.size()),
         reference(*this) {
     std::mt19937 random(4321);
     std::normal_distribution<float> normal;
@@ -321,7 +316,7 @@ struct BackwardProblem : Inputs {
           }
           read(dout, rows, h, s, r.dout.row(b, h, s));
           read(q, rows, h, s, r.q.row(b, h, s));
-          if (c.dlse) *r.dlse.row(b, h, s) = dlse[row_index(rows, s, h)] = normal(random);
+          if (c.dlse) *r.dlse.row(b, h, s) = dlse[dlse_index(rows, s, h)] = normal(random);
         }
       }
       for (int h = 0; h < c.heads_kv; ++h) {
@@ -341,7 +336,6 @@ struct BackwardProblem : Inputs {
           for (int i = 0; i < c.head_dim_v; ++i) at[i] = to_bits(from[i], c.fp16);
           float& log_sum = lse[row_index(rows, s, h)];
           log_sum = *r.lse.row(b, h, s);
-          if (exact) continue;
           read(out, rows, h, s, r.out.row(b, h, s));
           *r.lse.row(b, h, s) = log_sum;
         }
@@ -352,8 +346,20 @@ struct BackwardProblem : Inputs {
 
   bool other_order() const { return c.head_major != c.other_strides; }
   int other_padding() const { return c.pitch_padding + (c.other_strides ? 16 : 0); }
+  // dlse is (batch, heads, seq), as lse, or (batch, seq, heads).
+  flashattn3::Strides dlse_stride() const {
+    const int64_t heads = c.heads_q, seq = q.seq;
+    if (c.other_strides) return {seq * heads, heads, 1};
+    return {seq * heads, 1, seq};
+  }
+  int64_t dlse_index(const Rows& rows, int s, int h) const {
+    const flashattn3::Strides stride = dlse_stride();
+    return rows.batch_coord * stride.batch + (rows.offset + s) * stride.seq + h * stride.head;
+  }
   void clear_results() {
     for (Tensor* t : {&dq, &dk, &dv, &ds, &dbias}) std::fill(t->host.begin(), t->host.end(), kNaN);
+    std::fill(dsinks.begin(), dsinks.end(), NAN);
+    if (!c.cu_q.empty()) schedule.assign(flashattn3::varlen_schedule_bytes(c.batch) / 4, -1);
   }
   // A gradient's tensor, and the rows of its sequences.
   Tensor& tensor(const Gradient& g) {
@@ -374,15 +380,6 @@ struct BackwardProblem : Inputs {
   }
 };
 
-// The worst element of a gradient, and the number of wrong ones.
-struct Worst {
-  double ratio = 0;  // error / bound; infinite for NaN
-  int b = 0, h = 0, s = 0, column = 0;
-  double wanted = 0, found = 0;
-  int64_t wrong = 0, of = 0;
-  int first_wrong = -1, last_wrong = -1;  // rows
-};
-
 inline Worst compare(BackwardProblem& problem, Gradient& g) {
   Worst worst;
   Tensor& tensor = problem.tensor(g);
@@ -393,18 +390,7 @@ inline Worst compare(BackwardProblem& problem, Gradient& g) {
         const uint16_t* at = tensor.row(rows.batch_coord, rows.offset + s, h);
         const double *wanted = g.wanted.row(b, h, s), *bound = g.bound.row(b, h, s);
         for (int i = 0; i < g.wanted.dim; ++i) {
-          const double found = to_float(at[i], problem.c.fp16);
-          const double off = wanted[i] == found ? 0 : std::fabs(wanted[i] - found) / bound[i];
-          const double ratio = std::isnan(off) ? INFINITY : off;
-          ++worst.of;
-          if (ratio > worst.ratio) {
-            worst.ratio = ratio, worst.b = b, worst.h = h, worst.s = s, worst.column = i;
-            worst.wanted = wanted[i], worst.found = found;
-          }
-          if (ratio <= 1) continue;
-          ++worst.wrong;
-          worst.first_wrong = worst.first_wrong < 0 ? s : std::min(worst.first_wrong, s);
-          worst.last_wrong = std::max(worst.last_wrong, s);
+          worst.consider(b, h, s, i, wanted[i], to_float(at[i], problem.c.fp16), bound[i]);
         }
       }
     }
@@ -412,12 +398,17 @@ inline Worst compare(BackwardProblem& problem, Gradient& g) {
   return worst;
 }
 
-inline std::string describe(const Gradient& g, const Worst& w) {
-  char text[320];
-  std::snprintf(text, sizeof(text),
-                "%s: %lld of %lld wrong, rows %d to %d; worst at (batch %d, head %d, row %d, "
-                "column %d): wanted %g, found %g, %.3g of the bound",
-                g.name, static_cast<long long>(w.wrong), static_cast<long long>(w.of),
-                w.first_wrong, w.last_wrong, w.b, w.h, w.s, w.column, w.wanted, w.found, w.ratio);
-  return text;
+// Checks the gradient of the sinks, which has the same bits in every run. Returns an error message,
+// or "".
+inline std::string check_sinks(BackwardProblem& p) {
+  if (p.first_dsinks.empty()) p.first_dsinks = p.dsinks;
+  for (size_t h = 0; h < p.dsinks.size(); ++h) {
+    const double wanted = p.reference.dsinks[h];
+    const bool near = std::fabs(p.dsinks[h] - wanted) <= p.reference.dsinks_bound[h];
+    if (near && p.dsinks[h] == p.first_dsinks[h]) continue;
+    return "the sink of head " + std::to_string(h) + " has gradient " +
+           std::to_string(p.dsinks[h]) + ", wanted " + std::to_string(wanted) + ", first " +
+           std::to_string(p.first_dsinks[h]);
+  }
+  return "";
 }

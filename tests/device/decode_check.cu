@@ -14,6 +14,8 @@
 #include <string>
 #include <utility>
 
+#include "cached_runs.cuh"
+#include "command_line.h"
 #include "decode_cases.h"
 #include "decode_configs.h"
 #include "decode_problem.h"
@@ -100,48 +102,26 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
                         {"1 SM", 1, false, false},
                         {"whole tiles", num_sms, true, false}};
   const int dim = std::max(c.head_dim, c.head_dim_v);
-  DecodeProblem problem(c);
-  problem.q.upload(), problem.k.upload(), problem.v.upload(), problem.out.upload();
-  const std::vector<DecodeRow> rows = reference_rows(problem);
-  float* lse;
-  check(cudaMalloc(&lse, problem.lse.size() * 4));
-  FirstResults first;
+  const int config = config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree);
+  CachedRuns runs(c);
   bool good = true;
   for (const Turn& turn : turns) {
-    const int config = config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree);
     Workspace workspace(turn.num_sms, c.spans > 0 ? 1 + (c.capacity + 127) / 128 : 1);
-    DeviceMemory memory;
-    flashattn3::ByteDecodeParams params = make_params(problem, memory, lse);
-    params.num_sms = turn.num_sms, params.workspace = workspace.memory;
-    params.leaves_sms = turn.num_sms == 3;
-    params.counters = workspace.counters;
-    params.whole_tiles = turn.whole_tiles, params.pdl = turn.pdl;
-    check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
-    std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
-    problem.out.upload();
-    g_case = index;
-    std::snprintf(g_now, sizeof(g_now), "%2d %-32s %-28s %-11s", index, c.name.c_str(),
-                  kCheckConfigNames[config], turn.name);
-    alarm(30);
-    std::string wrong;
-    if (turn.held) hold_sms(num_sms);
-    try {
+    const auto launch = [&](flashattn3::ByteDecodeParams& params, DeviceMemory&) {
+      params.num_sms = turn.num_sms, params.workspace = workspace.memory;
+      params.leaves_sms = turn.num_sms == 3;
+      params.counters = workspace.counters;
+      params.whole_tiles = turn.whole_tiles, params.pdl = turn.pdl;
+      if (turn.held) hold_sms(num_sms);
       kLaunch[config](params, nullptr);
-    } catch (const std::exception& error) {
-      wrong = error.what();
-    }
-    check(cudaDeviceSynchronize());
-    alarm(0);
-    problem.out.download();
-    check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
+    };
+    std::string wrong = runs.run(index, kCheckConfigNames[config], turn.name, launch);
     if (!workspace.counters_are_set()) wrong += " a count is left;";
-    wrong += stray_elements(problem);
     if (c.spans > 0 || (turn.num_sms == num_sms && !turn.whole_tiles)) {
-      wrong += first.compare(problem);
+      wrong += runs.first.compare(runs.problem);
     }
-    good = report(g_now, wrong, compare(problem, rows)) && good;
+    good = report(g_now, wrong, compare(runs.problem, runs.rows)) && good;
   }
-  cudaFree(lse);
   return good;
 }
 
@@ -390,39 +370,15 @@ static void time_cells(const char* part, int num_sms) {
 }
 
 int main(int argc, char** argv) {
-  int from = 0, random = 0;
-  const char* part = "";
-  bool timing = false;
-  for (int i = 1; i < argc; ++i) {
-    if (!std::strcmp(argv[i], "--from") && i + 1 < argc) {
-      from = std::atoi(argv[++i]);
-    } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
-      part = argv[++i];
-    } else if (!std::strcmp(argv[i], "--random") && i + 1 < argc) {
-      random = std::atoi(argv[++i]);
-    } else if (!std::strcmp(argv[i], "--time")) {
-      timing = true;
-    } else {
-      std::printf("usage: decode_check [--random count] [--from case] [--only name] [--time]\n");
-      return 1;
-    }
-  }
+  const CommandLine given(argc, argv);
   signal(SIGALRM, on_alarm);
   int num_sms = 0;
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
-  if (timing) {
-    time_cells(part, num_sms);
+  if (given.has("--time")) {
+    time_cells(given.text("--only"), num_sms);
     return 0;
   }
-  const std::vector<DecodeCase> named = random > 0 ? std::vector<DecodeCase>() : decode_cases();
-  const int count = random > 0 ? from + random : static_cast<int>(named.size());
-  int run = 0, failed = 0;
-  for (int i = from; i < count; ++i) {
-    const DecodeCase c = random > 0 ? random_decode_case(i, 5000) : named[i];
-    if (c.name.find(part) == std::string::npos) continue;
-    ++run;
-    if (!run_case(c, i, num_sms)) ++failed;
-  }
-  std::printf("%d cases, %d failed\n", run, failed);
-  return failed != 0 || run == 0;
+  return run_cached_cases(
+      given, decode_cases(), [](int seed) { return random_decode_case(seed, 5000); },
+      [&](const DecodeCase& c, int i) { return run_case(c, i, num_sms); });
 }

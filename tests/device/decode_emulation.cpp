@@ -5,12 +5,11 @@
 //       random problems instead, with seeds from `first` on
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
-#include <cstring>
 #include <functional>
-#include <numeric>
 #include <utility>
 
 #include "alone.h"
+#include "command_line.h"
 #include "decode/kernel.cuh"
 #include "decode/warp_kernel.cuh"
 #include "decode_cases.h"
@@ -138,14 +137,10 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn, boo
       lengths[random() % lengths.size()] = keys;
     };
   }
-  emulation::kernel = launch.kernel(params);
-  std::vector<int> order(launch.num_ctas);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
   emulation::Grid grid{launch.num_ctas, launch.num_threads};
   if (launch.is_warp_kernel || problem.c.spans > 0) grid.resident = turn.num_resident;
   grid.shared_bytes = launch.shared_bytes;
-  const bool ended = emulation::run_grid(grid, order, turn.seed);
+  const bool ended = emulation::run(launch.kernel(params), grid, turn.seed);
   emulation::disturb = nullptr;
   if (!ended) return raced ? "deadlock of a raced launch" : "deadlock";
   return are_between_launches(counters) ? "" : "a count is left";
@@ -199,12 +194,11 @@ static std::vector<DecodeCase> short_cases(const char* part) {
 }
 
 int main(int argc, char** argv) {
+  const CommandLine given(argc, argv);
   std::vector<DecodeCase> cases;
-  if (argc >= 3 && !std::strcmp(argv[1], "--random")) {
-    const int first = argc > 3 ? std::atoi(argv[3]) : 0;
-    for (int i = 0; i < std::atoi(argv[2]); ++i) cases.push_back(random_decode_case(first + i, 60));
-  } else {
-    cases = short_cases(argc == 3 && !std::strcmp(argv[1], "--only") ? argv[2] : "");
+  if (!given.has("--random")) cases = short_cases(given.text("--only"));
+  for (int i = 0; i < given.number("--random"); ++i) {
+    cases.push_back(random_decode_case(given.number("--random", 0, 2) + i, 60));
   }
   emulation::shared_memory = decode::shared;
   int failed = 0;

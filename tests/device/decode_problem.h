@@ -15,6 +15,7 @@
 #include "cache_bytes.h"
 #include "case_table.h"
 #include "launch/byte_decode_params.h"
+#include "results.h"
 #include "tensors.h"
 
 struct DecodeCase {
@@ -246,7 +247,7 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
                        value(problem.q_descale) * value(problem.k_descale);
   const uint16_t* q = problem.q.row(c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
   std::vector<double> p(std::max(0, end - begin));
-  double top = problem.sinks.empty() ? -INFINITY : problem.sinks[row.head], largest = 0;
+  double largest = 0;
   for (int key = begin; key < end; ++key) {
     double x = std::numeric_limits<double>::quiet_NaN();
     if (s.cache_idx >= 0) {
@@ -265,15 +266,12 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
     if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
     if (!problem.shows(row.b, row.query, s, key)) x = -INFINITY;
     p[key - begin] = x;
-    top = std::max(top, x);
   }
-  const double reference = top == -INFINITY ? 0 : top;
-  double sum = problem.sinks.empty() ? 0 : std::exp(problem.sinks[row.head] - reference);
-  for (double& x : p) sum += x = std::exp(x - reference);
+  row.lse = softmax(p, problem.sinks.empty() ? -INFINITY : problem.sinks[row.head]);
   row.out.assign(problem.v.dim, 0.), row.bound.assign(problem.v.dim, 0.);
   for (int key = begin; key < end; ++key) {
     if (p[key - begin] == 0) continue;
-    double weight = p[key - begin] / sum * value(problem.v_descale);
+    double weight = p[key - begin] * value(problem.v_descale);
     if (std::isnan(weight)) {
       std::fill(row.out.begin(), row.out.end(), weight);
       break;
@@ -293,32 +291,19 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
     const double rounded = of_p * sum + of_out * std::fabs(row.out[i]);  // each P, then out
     row.bound[i] = rounded + 2 * score_error * largest * sum + 1e-6;
   }
-  row.lse = sum == 0 ? -INFINITY : reference + std::log(sum);
   row.lse_bound = 1e-4 + score_error * largest;
 }
-
-// The worst row of a launch: error / bound, and its element; column -1: lse.
-struct Worst {
-  double ratio = -1, wanted = 0, found = 0;
-  int b = -1, query = -1, head = -1, column = -2;
-};
 
 inline Worst compare(DecodeProblem& p, const std::vector<DecodeRow>& rows) {
   Worst worst;
   for (const DecodeRow& row : rows) {
     const DecodeSequence s = p.sequence(row.b);
     const uint16_t* out = p.out.row(p.c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
-    const auto consider = [&](int column, double wanted, double found, double bound) {
-      const bool same = wanted == found || (std::isnan(wanted) && std::isnan(found));
-      const double off = same ? 0 : std::fabs(wanted - found) / bound;
-      const double ratio = std::isnan(off) ? INFINITY : off;
-      if (ratio > worst.ratio) {
-        worst = {ratio, wanted, found, row.b, row.query, row.head, column};
-      }
-    };
-    consider(-1, row.lse, p.lse[p.lse_index(row.b, s, row.query, row.head)], row.lse_bound);
+    worst.consider(row.b, row.head, row.query, -1, row.lse,
+                   p.lse[p.lse_index(row.b, s, row.query, row.head)], row.lse_bound);
     for (int i = 0; i < p.v.dim; ++i) {
-      consider(i, row.out[i], to_float(out[i], p.c.fp16), row.bound[i]);
+      worst.consider(row.b, row.head, row.query, i, row.out[i], to_float(out[i], p.c.fp16),
+                     row.bound[i]);
     }
   }
   return worst;
@@ -341,29 +326,20 @@ struct FirstResults {
 inline bool report(const std::string& launch, const std::string& wrong, const Worst& w) {
   const bool pass = wrong.empty() && w.ratio <= 1;
   std::printf("%s  %s worst %.3f of the bound", pass ? "PASS" : "FAIL", launch.c_str(), w.ratio);
-  if (!pass) {
-    std::printf("\n     %s (batch %d, query %d, head %d) column %d wanted %g found %g",
-                wrong.c_str(), w.b, w.query, w.head, w.column, w.wanted, w.found);
-  }
-  std::printf("\n");
+  std::printf(pass ? "\n" : "\n     %s %s\n", wrong.c_str(), w.describe().c_str());
   std::fflush(stdout);
   return pass;
 }
 
 // How many elements of out a launch wrote that no row has: an error message, or "".
 inline std::string stray_elements(DecodeProblem& p) {
-  std::vector<bool> owned(p.out.host.size());
-  for (int b = 0; b < p.c.batch; ++b) {
+  const auto rows_of = [&](int b) -> Rows {
     const DecodeSequence s = p.sequence(b);
-    for (int query = 0; query < s.num_queries; ++query) {
-      for (int h = 0; h < p.c.heads_q; ++h) {
-        const uint16_t* row = p.out.row(p.c.cu_q.empty() ? b : 0, s.offset + query, h);
-        for (int i = 0; i < p.v.dim; ++i) owned[row + i - p.out.host.data()] = true;
-      }
-    }
-  }
+    return {p.c.cu_q.empty() ? b : 0, s.offset, s.num_queries};
+  };
+  const std::vector<uint8_t> owners = owners_of(p.out, p.c.batch, rows_of, false);
   int64_t stray = 0;
-  for (size_t i = 0; i < owned.size(); ++i) stray += !owned[i] && p.out.host[i] != kNaN;
+  for (size_t i = 0; i < owners.size(); ++i) stray += !owners[i] && p.out.host[i] != kNaN;
   return stray == 0 ? "" : " " + std::to_string(stray) + " elements written outside;";
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cached_runs.cuh"
 #include "forward_cached_cases.h"
 #include "forward_launches.h"
 #include "harness.cuh"
@@ -17,67 +18,31 @@
 static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* counter) {
   const int config = flashattn3::cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v), c.tree);
   const char* turns[] = {"counted", "fixed order", "3 SMs"};
-  DecodeProblem problem(c);
-  problem.q.upload(), problem.k.upload(), problem.v.upload(), problem.out.upload();
-  const std::vector<DecodeRow> rows = reference_rows(problem);
-  float* lse;
-  check(cudaMalloc(&lse, problem.lse.size() * 4));
-  FirstResults first;
+  CachedRuns runs(c);
   bool good = true;
   Worst worst;
   for (int turn = 0; turn < 3; ++turn) {
-    DeviceMemory memory;
-    flashattn3::DecodeParams params = make_params(problem, memory, lse);
-    params.num_sms = turn == 2 ? 3 : num_sms;
-    params.pdl = turn == 0;
-    params.counters =
-        turn == 0 ? reinterpret_cast<flashattn3::decode::Counters*>(counter) : nullptr;
-    params.workspace = const_cast<int*>(
-        memory(std::vector<int>(flashattn3::varlen_schedule_bytes(c.batch) / 4, -1)));
-    check(cudaMemset(lse, 0xff, problem.lse.size() * 4));
-    std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
-    problem.out.upload();
-    g_case = index;
-    std::snprintf(g_now, sizeof(g_now), "%3d %-36s %-40s %-11s", index, c.name.c_str(),
-                  flashattn3::kCheckConfigNames[config], turns[turn]);
-    alarm(30);
-    std::string wrong;
-    try {
+    const auto launch = [&](flashattn3::DecodeParams& params, DeviceMemory& memory) {
+      params.num_sms = turn == 2 ? 3 : num_sms;
+      params.pdl = turn == 0;
+      params.counters =
+          turn == 0 ? reinterpret_cast<flashattn3::decode::Counters*>(counter) : nullptr;
+      params.workspace = const_cast<int*>(
+          memory(std::vector<int>(flashattn3::varlen_schedule_bytes(c.batch) / 4, -1)));
       kCachedLaunch[config](params, nullptr);
-    } catch (const std::exception& error) {
-      wrong = error.what();
-    }
-    check(cudaDeviceSynchronize());
-    alarm(0);
-    problem.out.download();
-    check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
+    };
+    std::string wrong = runs.run(index, flashattn3::kCheckConfigNames[config], turns[turn], launch);
     int counts[2];
     check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
     if (counts[0] != 0 || counts[1] != 0) wrong += " the tile counter was not put back;";
-    wrong += stray_elements(problem) + first.compare(problem);
-    const Worst w = compare(problem, rows);
+    wrong += runs.first.compare(runs.problem);
+    const Worst w = compare(runs.problem, runs.rows);
     if (w.ratio > worst.ratio) worst = w;
     if (!wrong.empty() || w.ratio > 1) good = report(g_now, wrong, w);
   }
-  cudaFree(lse);
   if (good) std::printf("PASS  %.81s worst %.3f of the bound\n", g_now, worst.ratio);
   std::fflush(stdout);
   return good;
-}
-
-// random: that many random problems instead of the named ones. Returns the exit code.
-static int check_cached(int from, int random, const std::string& part, int num_sms, int* counter) {
-  const std::vector<DecodeCase> named = random > 0 ? std::vector<DecodeCase>() : cached_cases();
-  const int count = random > 0 ? from + random : static_cast<int>(named.size());
-  int run = 0, failed = 0;
-  for (int i = from; i < count; ++i) {
-    const DecodeCase c = random > 0 ? random_cached_case(i) : named[i];
-    if (c.name.find(part) == std::string::npos) continue;
-    ++run;
-    if (!run_cached_case(c, i, num_sms, counter)) ++failed;
-  }
-  std::printf("%d cached cases, %d failed\n", run, failed);
-  return failed != 0 || run == 0;
 }
 
 // ------------------------------------------------------------------------------------------ timing
@@ -123,18 +88,14 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
   };
   while (!is_dense(flashattn3::kCheckConfigs[of_dense])) ++of_dense;
 
-  struct Turn {
-    int page;
-    std::vector<float> ms;
-  };
-  std::vector<Turn> turns = {{-1, {}}, {0, {}}, {1, {}}, {8, {}}, {16, {}}, {64, {}}, {128, {}}};
+  constexpr int pages[] = {-1, 0, 1, 8, 16, 64, 128};  // -1: the dense forward
   DeviceMemory memory;
   std::vector<DecodeParams> params;
   const int* lengths = memory(std::vector<int>(cell.batch, cell.length));
-  for (const Turn& turn : turns) {
-    const int page = turn.page > 0 ? turn.page : cell.length;
+  for (const int page_size : pages) {
+    const int page = page_size > 0 ? page_size : cell.length;
     const int max_pages = cell.length / page;
-    std::vector<int> table(turn.page > 0 ? cell.batch * max_pages : 0);
+    std::vector<int> table(page_size > 0 ? cell.batch * max_pages : 0);
     for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
     std::mt19937 random(5);
     std::shuffle(table.begin(), table.end(), random);
@@ -168,31 +129,19 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
   const double keys = cell.length - 0.5 * (cell.chunk - 1);  // of a query, on average
   const double flop = 4.0 * cell.batch * cell.chunk * keys * q_row;
   const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 5e14)));
-  for (int round = 0; round < kRounds; ++round) {
-    for (size_t i = 0; i < turns.size(); ++i) {
-      std::snprintf(g_now, sizeof(g_now), "timing %s, page %d", cell.name, turns[i].page);
-      alarm(60);
-      usleep(3000);
-      const auto launch = [&] {
-        if (turns[i].page < 0) {
-          kLaunch[of_dense](dense, nullptr);
-        } else {
-          kCachedLaunch[of_cached](params[i], nullptr);
-        }
-      };
-      if (round == 0) time_launch(launch, 2);
-      turns[i].ms.push_back(time_launch(launch, repeats));
-      alarm(0);
+  const auto label = [&](int i) {
+    return std::string(cell.name) + ", page " + std::to_string(pages[i]);
+  };
+  const auto launch = [&](int i) {
+    if (pages[i] < 0) {
+      kLaunch[of_dense](dense, nullptr);
+    } else {
+      kCachedLaunch[of_cached](params[i], nullptr);
     }
-  }
+  };
+  const std::vector<float> ms = median_times(std::size(pages), kRounds, repeats, label, launch);
   std::printf("%-44s", cell.name);
-  double of_forward = 0;
-  for (Turn& turn : turns) {
-    std::sort(turn.ms.begin(), turn.ms.end());
-    const double rate = flop / turn.ms[kRounds / 2] * 1e-9;
-    if (turn.page < 0) of_forward = rate;
-    std::printf("  %5.0f (%.3f)", rate, rate / of_forward);
-  }
+  for (const float each : ms) std::printf("  %5.0f (%.3f)", flop / each * 1e-9, ms[0] / each);
   std::printf("\n");
   std::fflush(stdout);
   cudaFree(k), cudaFree(v), cudaFree(q), cudaFree(out);

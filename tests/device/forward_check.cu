@@ -17,6 +17,7 @@
 #include <string>
 #include <utility>
 
+#include "command_line.h"
 #include "forward/promotion.cuh"
 #include "forward_cached.h"
 #include "forward_cases.h"
@@ -161,11 +162,11 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
     std::string wrong = run_three_times(problem, quantized.get(), i, num_sms, counter);
     alarm(0);
     if (wrong.empty()) wrong = check_coverage(problem);
-    const RowError w = compare(problem, references);
+    const Worst w = compare(problem, references);
     const bool pass = wrong.empty() && w.ratio <= 1;
     good = good && pass;
     std::printf("%s  %s  worst %.3f of the bound", pass ? "PASS" : "FAIL", g_now, w.ratio);
-    if (!pass) std::printf("\n      %s; %s", wrong.c_str(), describe(w).c_str());
+    if (!pass) std::printf("\n      %s; %s", wrong.c_str(), w.describe().c_str());
     std::printf("\n");
     std::fflush(stdout);
   }
@@ -187,9 +188,10 @@ static bool run_case(const Case& c, int index, int num_sms, int* counter) {
 // Prints the median of 7 rounds, each over all kernel configs of a cell: 16384 tokens, heads * head
 // dim 2048 or just below, bf16 and e4m3, the config's head dim of V. fast: 8 bits without
 // accumulator promotion.
-static void time_grid(const char* part, int only_length, bool fast, int num_sms, int* counter) {
+static void time_grid(const std::string& part, int only_length, bool fast, int num_sms,
+                      int* counter) {
   constexpr int64_t kCount = 16384 * int64_t{2048};
-  constexpr int kLengths = 6, kRounds = 7;
+  constexpr int kRounds = 7;
   uint16_t* data[4];
   float* lse;
   for (int i = 0; i < 4; ++i) {
@@ -228,12 +230,14 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
         const flashattn3::forward::Config& r = kCheckConfigs[config];
         const bool fits = has_slopes(r) || finds_largest(r) || r.masked == causal;
         if (r.head_dim != d || !fits || r.dtype == kFp16 || r.cached || r.listed) continue;
-        if (part != nullptr && config_name(config).find(part) == std::string::npos) continue;
+        if (config_name(config).find(part) == std::string::npos) continue;
         for (const bool sinks : {false, true})
           configs.push_back(config), has_sinks.push_back(sinks);
       }
-      std::vector<std::vector<double>> rates(configs.size(), std::vector<double>(kLengths));
-      std::vector<std::vector<double>> spent = rates;
+      const auto name = [&](int i) {
+        return config_name(configs[i]) + (has_sinks[i] ? " sinks" : "");
+      };
+      std::vector<GridLine> lines(configs.size());
       for (int length = 0; length < kLengths; ++length) {
         const int seqlen = 512 << length;
         if (only_length != 0 && seqlen != only_length) continue;
@@ -255,53 +259,35 @@ static void time_grid(const char* part, int only_length, bool fast, int num_sms,
           return 2.0 * 16384 * (2048 / d) * (d + head_dim_v) * seqlen * (causal ? 0.5 : 1.0);
         };
         const int repeats = std::max(2, static_cast<int>(2e-3 / (flop(d) / 6e14)));
-        std::vector<std::vector<float>> ms(configs.size());
-        for (int round = 0; round < kRounds; ++round) {
-          for (size_t i = 0; i < configs.size(); ++i) {
-            std::snprintf(g_now, sizeof(g_now), "timing %s at %d", config_name(configs[i]).c_str(),
-                          seqlen);
-            alarm(30);
-            usleep(3000);  // idle, as beside slower providers: not always at the power limit
-            const ElementType type = kCheckConfigs[configs[i]].dtype;
-            const int64_t dim_v = kCheckConfigs[configs[i]].head_dim_v;
-            narrower.head_dim_v = static_cast<int>(dim_v);
-            narrower.v_stride =
-                narrower.out_stride = {seqlen * (2048 / d) * dim_v, (2048 / d) * dim_v, dim_v};
-            const ForwardParams& given = type == kE4m3   ? quantized
-                                         : type == kInt8 ? integers
-                                         : dim_v < d     ? narrower
-                                                         : params;
-            ForwardParams with_scores = given;
-            if (has_sinks[i]) with_scores.sinks = of_heads;
-            const bool finds = finds_largest(kCheckConfigs[configs[i]]);
-            if (finds) {
-              with_scores.max_logit = largest;
-            } else if (has_slopes(kCheckConfigs[configs[i]])) {
-              with_scores.alibi_slopes = of_heads;
-            }
-            const auto launch = [&] {
-              constexpr size_t kBytes = 32 * sizeof(float);
-              if (finds) cudaMemcpyAsync(largest, none, kBytes, cudaMemcpyDeviceToDevice);
-              kLaunch[configs[i]](with_scores, nullptr);
-            };
-            if (round == 0) time_launch(launch, 2);
-            ms[i].push_back(time_launch(launch, repeats));
-            alarm(0);
-          }
-        }
+        std::vector<ForwardParams> all;
         for (size_t i = 0; i < configs.size(); ++i) {
-          std::sort(ms[i].begin(), ms[i].end());
-          spent[i][length] = ms[i][kRounds / 2] * 1e3;
-          rates[i][length] = flop(kCheckConfigs[configs[i]].head_dim_v) / spent[i][length] * 1e-6;
+          const flashattn3::forward::Config& r = kCheckConfigs[configs[i]];
+          const int64_t dim_v = r.head_dim_v;
+          narrower.head_dim_v = static_cast<int>(dim_v);
+          narrower.v_stride =
+              narrower.out_stride = {seqlen * (2048 / d) * dim_v, (2048 / d) * dim_v, dim_v};
+          ForwardParams given = r.dtype == kE4m3   ? quantized
+                                : r.dtype == kInt8 ? integers
+                                : dim_v < d        ? narrower
+                                                   : params;
+          if (has_sinks[i]) given.sinks = of_heads;
+          if (finds_largest(r)) given.max_logit = largest;
+          if (has_slopes(r)) given.alibi_slopes = of_heads;
+          all.push_back(given);
+        }
+        const auto launch = [&](int i) {
+          if (all[i].max_logit != nullptr) {
+            cudaMemcpyAsync(largest, none, 32 * sizeof(float), cudaMemcpyDeviceToDevice);
+          }
+          kLaunch[configs[i]](all[i], nullptr);
+        };
+        const int count = static_cast<int>(configs.size());
+        const std::vector<float> ms = median_times(count, kRounds, repeats, name, launch);
+        for (int i = 0; i < count; ++i) {
+          lines[i].set(length, ms[i], flop(kCheckConfigs[configs[i]].head_dim_v));
         }
       }
-      for (size_t i = 0; i < configs.size(); ++i) {
-        std::printf("%-52s", (config_name(configs[i]) + (has_sinks[i] ? " sinks" : "")).c_str());
-        for (double rate : rates[i]) std::printf("%5.0f", rate);
-        std::printf("  |");
-        for (double us : spent[i]) std::printf("%7.0f", us);
-        std::printf("\n");
-      }
+      for (size_t i = 0; i < configs.size(); ++i) lines[i].print(name(i));
     }
   }
 }
@@ -357,46 +343,34 @@ static bool check_counters() {
 }
 
 int main(int argc, char** argv) {
-  int from = 0, length = 0;
-  int random = 0;
-  bool timing = false, fast = false, cached = false;
-  const char* part = nullptr;
-  for (int i = 1; i < argc; ++i) {
-    if (!std::strcmp(argv[i], "--from") && i + 1 < argc) {
-      from = std::atoi(argv[++i]);
-    } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
-      part = argv[++i];
-    } else if (!std::strcmp(argv[i], "--cached")) {
-      cached = true;
-    } else if (!std::strcmp(argv[i], "--random") && i + 1 < argc) {
-      random = std::atoi(argv[++i]);
-    } else if (!std::strcmp(argv[i], "--fast")) {
-      fast = true;
-    } else if (!std::strcmp(argv[i], "--time")) {
-      timing = true;
-      if (i + 1 < argc) part = argv[++i];
-      if (i + 1 < argc) length = std::atoi(argv[++i]);
-    }
-  }
+  const CommandLine given(argc, argv);
+  const int from = given.number("--from");
+  const char* part = given.text("--only");
   signal(SIGALRM, on_alarm);
   int num_sms = 0, *counter;
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
   check(cudaMalloc(&counter, sizeof(flashattn3::decode::Counters)));
   check(cudaMemset(counter, 0, sizeof(flashattn3::decode::Counters)));
-  if (timing && part != nullptr && !std::strcmp(part, "cached")) {
-    time_cached(num_sms, counter);
+  if (given.has("--time")) {
+    const std::string timed = given.text("--time");
+    if (timed == "cached") {
+      time_cached(num_sms, counter);
+    } else {
+      const int length = given.number("--time", 0, 2);
+      time_grid(timed, length, given.has("--fast"), num_sms, counter);
+      time_host(num_sms, counter);
+    }
     return 0;
   }
-  if (timing) {
-    time_grid(part, length, fast, num_sms, counter);
-    time_host(num_sms, counter);
-    return 0;
+  if (given.has("--cached")) {
+    return run_cached_cases(given, cached_cases(), random_cached_case, [&](const auto& c, int i) {
+      return run_cached_case(c, i, num_sms, counter);
+    });
   }
-  if (cached) return check_cached(from, random, part == nullptr ? "" : part, num_sms, counter);
   const std::vector<Case> cases = forward_cases();
-  int failed = part == nullptr && from == 0 && !check_counters(), run = 0;
+  int failed = *part == 0 && from == 0 && !check_counters(), run = 0;
   for (int i = from; i < static_cast<int>(cases.size()); ++i) {
-    if (part != nullptr && cases[i].name.find(part) == std::string::npos) continue;
+    if (cases[i].name.find(part) == std::string::npos) continue;
     ++run;
     if (!run_case(cases[i], i, num_sms, counter)) ++failed;
   }

@@ -6,10 +6,9 @@
 //       random problems instead, with seeds from `first` on
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
-#include <cstring>
-#include <numeric>
 #include <utility>
 
+#include "command_line.h"
 #include "forward_cached_cases.h"
 #include "forward_cases.h"
 #include "forward_configs.h"
@@ -91,12 +90,6 @@ constexpr Turn kTurns[] = {{"counted", 132, true, 1},
                            {"3 SMs", 3, false, 3},
                            {"1 SM, counted", 1, true, 4}};
 
-static bool run_in_order(const std::function<void()>& kernel, std::vector<int> order,
-                         int num_threads, uint32_t seed) {
-  emulation::kernel = kernel;
-  return emulation::run_ctas(order, num_threads, seed);
-}
-
 static Launch prepare_turn(DecodeProblem& problem, int config, const Turn& turn,
                            decode::Counters& counters, std::vector<int32_t>& schedule) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
@@ -123,19 +116,12 @@ static std::string run(AnyProblem& problem, int config, const Turn& turn) {
   decode::Counters counters{};
   std::vector<int32_t> schedule;
   const Launch launch = prepare_turn(problem, config, turn, counters, schedule);
-  std::mt19937 random(turn.seed);
-  const auto shuffled = [&](int count) {
-    std::vector<int> order(count);
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
-    return order;
-  };
   if (launch.num_prepare_ctas > 0 &&
-      !run_in_order(launch.varlen_prepare, shuffled(launch.num_prepare_ctas), varlen::kThreads,
-                    turn.seed)) {
+      !emulation::run(launch.varlen_prepare, {launch.num_prepare_ctas, varlen::kThreads},
+                      turn.seed)) {
     return "deadlock in varlen::prepare";
   }
-  if (!run_in_order(launch.kernel, shuffled(launch.num_ctas), launch.num_threads, turn.seed)) {
+  if (!emulation::run(launch.kernel, {launch.num_ctas, launch.num_threads}, turn.seed)) {
     return "deadlock";
   }
   if (counters.tile[0] != 0 || counters.tile[1] != 0) return "the tile counter was not put back";
@@ -174,13 +160,13 @@ static bool run_listed_case(Case c) {
       if (first.empty()) first = problem.out.host;
       if (wrong.empty() && first != problem.out.host) wrong = "other bits";
       if (wrong.empty()) wrong = check_coverage(problem);
-      const RowError worst = compare(problem, references);
+      const Worst worst = compare(problem, references);
       const bool good = wrong.empty() && worst.ratio <= 1;
       std::printf("%s  %-44s %-14s worst %.3f of the bound\n", good ? "PASS" : "FAIL",
                   c.name.c_str(), turn.name, worst.ratio);
       if (!good) {
         std::printf("      %s; %s\n", kCheckConfigNames[config],
-                    (wrong.empty() ? describe(worst) : wrong).c_str());
+                    (wrong.empty() ? worst.describe() : wrong).c_str());
         return false;
       }
     }
@@ -208,14 +194,14 @@ static bool is_short(const DecodeCase& c) {
 int main(int argc, char** argv) {
   std::vector<DecodeCase> cases;
   std::vector<Case> listed;
-  if (argc >= 3 && !std::strcmp(argv[1], "--random")) {
-    const int first = argc > 3 ? std::atoi(argv[3]) : 0;
-    for (int i = first; i < first + std::atoi(argv[2]); ++i) {
-      const DecodeCase c = random_cached_case(i);
+  const CommandLine given(argc, argv);
+  if (given.has("--random")) {
+    for (int i = 0; i < given.number("--random"); ++i) {
+      const DecodeCase c = random_cached_case(given.number("--random", 0, 2) + i);
       if (is_short(c)) cases.push_back(c);
     }
   } else {
-    const char* part = argc == 3 && !std::strcmp(argv[1], "--only") ? argv[2] : "";
+    const char* part = given.text("--only");
     for (const DecodeCase& c : cached_cases()) {
       if (c.name.find(part) != std::string::npos && is_short(c)) cases.push_back(c);
     }

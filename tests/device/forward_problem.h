@@ -3,11 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <string>
 #include <vector>
 
 #include "inputs.h"
+#include "results.h"
 
 struct Problem : Inputs {
   Tensor out;
@@ -37,11 +36,7 @@ struct Problem : Inputs {
           const uint16_t* a = q.row(rows.batch_coord, rows.offset + s, h);
           for (int j = begin; j < end; ++j) {
             const uint16_t* x = k.row(cols.batch_coord, cols.offset + j, kv);
-            double sum = 0;
-            for (int i = 0; i < c.head_dim; ++i) {
-              sum += static_cast<double>(to_float(a[i], c.fp16)) * to_float(x[i], c.fp16);
-            }
-            sum *= c.scale;
+            double sum = c.scale * dot(a, x, c.head_dim, c.fp16);
             largest_error[h] = std::max(largest_error[h], 1e-6 + score_error * std::fabs(sum));
             if (c.softcap > 0) sum = c.softcap * std::tanh(sum / c.softcap);
             largest[h] = std::max(largest[h], sum + term(b, h, s, j));
@@ -73,76 +68,46 @@ inline void compute_fp64_reference(Problem& problem, Fp64Reference& truth) {
   problem.visible(truth.b, truth.s, begin, end);
   const uint16_t* q = problem.q.row(rows.batch_coord, rows.offset + truth.s, truth.h);
   std::vector<double> p(std::max(0, end - begin));
-  double top = -INFINITY, sum = 0, largest = 0;
+  double largest = 0;
   for (int j = begin; j < end; ++j) {
     const uint16_t* k = problem.k.row(cols.batch_coord, cols.offset + j, kv);
-    double x = 0;
-    for (int i = 0; i < c.head_dim; ++i) {
-      x += static_cast<double>(to_float(q[i], c.fp16)) * to_float(k[i], c.fp16);
-    }
-    x *= c.scale;
+    double x = c.scale * dot(q, k, c.head_dim, c.fp16);
     largest = std::max(largest, std::fabs(x));
     if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
     x += problem.term(truth.b, truth.h, truth.s, j);
     if (x != -INFINITY) largest = std::max(largest, std::fabs(x));
     p[j - begin] = x;
-    top = std::max(top, x);
   }
-  if (top == -INFINITY) p.clear(), end = begin;  // the mask's lists hide all keys
-  for (double& x : p) sum += x = std::exp(x - top);
-  const double of_keys = p.empty() ? -INFINITY : top + std::log(sum);
-  const double with_sink = problem.with_sink(of_keys, truth.h);
-  const double share = std::isinf(with_sink) ? 0 : std::exp(of_keys - with_sink);
+  truth.lse = softmax(p, problem.sink(truth.h));
   truth.out.assign(c.head_dim_v, 0.0);
   truth.out_bound.assign(c.head_dim_v, 0.0);
   for (int j = begin; j < end; ++j) {
     const uint16_t* v = problem.v.row(cols.batch_coord, cols.offset + j, kv);
     for (int i = 0; i < c.head_dim_v; ++i) {
-      const double pv = p[j - begin] / sum * share * to_float(v[i], c.fp16);
+      const double pv = p[j - begin] * to_float(v[i], c.fp16);
       truth.out[i] += pv;
       truth.out_bound[i] += std::fabs(pv);
     }
   }
   for (double& x : truth.out_bound)
     x = x * (1.5 * problem.rounding + 2 * problem.score_error * largest) + 1e-6;
-  truth.lse = with_sink;
-  double squares = 0;
-  for (double x : p) squares += x * x;
+  double squares = 0, sum = 0;
+  for (double x : p) squares += x * x, sum += x;
   truth.lse_bound =
       problem.lse_error + problem.score_error * largest +
-      std::min(0.085, p.empty() ? 0 : 6 * problem.lse_rounding * std::sqrt(squares) / sum);
+      std::min(0.085, sum == 0 ? 0 : 6 * problem.lse_rounding * std::sqrt(squares) / sum);
 }
 
-struct RowError {
-  double ratio = -1;  // error / bound; infinite for NaN
-  int b = -1, h = -1, s = -1, column = -1;
-  double wanted = 0, found = 0, wanted_lse = 0, found_lse = 0;
-};
-
-// The worst row and its worst element. Column -1: lse.
-inline RowError compare(Problem& problem, const std::vector<Fp64Reference>& references) {
-  RowError worst;
+inline Worst compare(Problem& problem, const std::vector<Fp64Reference>& references) {
+  Worst worst;
   for (const Fp64Reference& t : references) {
     const Rows rows = problem.queries(t.b);
     const uint16_t* out = problem.out.row(rows.batch_coord, rows.offset + t.s, t.h);
     const double lse = problem.lse[problem.row_index(rows, t.s, t.h)];
-    const auto consider = [&](int column, double wanted, double found, double bound) {
-      const double off = wanted == found ? 0 : std::fabs(wanted - found) / bound;
-      const double ratio = std::isnan(off) ? INFINITY : off;
-      if (ratio > worst.ratio) worst = {ratio, t.b, t.h, t.s, column, wanted, found, t.lse, lse};
-    };
-    consider(-1, t.lse, lse, t.lse_bound);
+    worst.consider(t.b, t.h, t.s, -1, t.lse, lse, t.lse_bound);
     for (int i = 0; i < problem.c.head_dim_v; ++i) {
-      consider(i, t.out[i], to_float(out[i], problem.c.fp16), t.out_bound[i]);
+      worst.consider(t.b, t.h, t.s, i, t.out[i], to_float(out[i], problem.c.fp16), t.out_bound[i]);
     }
   }
   return worst;
-}
-
-inline std::string describe(const RowError& w) {
-  char text[200];
-  std::snprintf(text, sizeof(text),
-                "(batch %d, head %d, row %d) out[%d] wanted %g found %g, lse wanted %g found %g",
-                w.b, w.h, w.s, w.column, w.wanted, w.found, w.wanted_lse, w.found_lse);
-  return text;
 }

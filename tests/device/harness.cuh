@@ -5,9 +5,11 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <string>
 #include <vector>
 
 #include "launch/params.h"
@@ -85,6 +87,47 @@ float time_launch(Launch launch, int repeats) {
   cudaEventDestroy(begin), cudaEventDestroy(end);
   return ms / repeats;
 }
+
+// Milliseconds of each of `count` launches: the median of rounds, each of which has all of them.
+template <class Name, class Launch>
+std::vector<float> median_times(int count, int num_rounds, int repeats, Name name, Launch launch) {
+  std::vector<std::vector<float>> ms(count);
+  for (int round = 0; round < num_rounds; ++round) {
+    for (int i = 0; i < count; ++i) {
+      std::snprintf(g_now, sizeof(g_now), "timing %s", name(i).c_str());
+      alarm(60);
+      usleep(3000);  // idle, as beside slower providers: not always at the power limit
+      const auto one = [&] { launch(i); };
+      if (round == 0) time_launch(one, 2);
+      ms[i].push_back(time_launch(one, repeats));
+      alarm(0);
+    }
+  }
+  std::vector<float> medians;
+  for (std::vector<float>& all : ms) {
+    std::sort(all.begin(), all.end());
+    medians.push_back(all[num_rounds / 2]);
+  }
+  return medians;
+}
+
+// A line of the benchmark grid, for the lengths 512, 1024, ..., 16384.
+constexpr int kLengths = 6;
+struct GridLine {
+  double rate[kLengths] = {}, spent[kLengths] = {};  // TFLOP/s, microseconds
+
+  void set(int length, float ms, double flop) {
+    spent[length] = ms * 1e3, rate[length] = flop / ms * 1e-9;
+  }
+  void print(const std::string& name) const {
+    std::printf("%-52s", name.c_str());
+    for (const double x : rate) std::printf("%5.0f", x);
+    std::printf("  |");
+    for (const double x : spent) std::printf("%7.0f", x);
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+};
 
 // Device copies of a problem's tables, freed with it, and its tensors.
 struct DeviceMemory {

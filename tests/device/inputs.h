@@ -110,17 +110,34 @@ struct Inputs {
   }
   size_t num_rows() const { return static_cast<size_t>(q.batch) * q.seq * c.heads_q; }
   double sink(int h) const { return sinks.empty() ? -INFINITY : sinks[h]; }
-  // The logarithm of the sum of a row's exponentials and its sink's.
-  double with_sink(double lse, int h) const {
-    const double top = std::max(lse, sink(h));
-    if (std::isinf(top)) return top;
-    return top + std::log(std::exp(lse - top) + std::exp(sink(h) - top));
-  }
   // A query sees the keys from begin to end - 1.
   void visible(int b, int s, int& begin, int& end) const {
     const Rows rows = queries(b), cols = keys(b);
     const int shift = cols.length - rows.length;
     begin = c.left < 0 ? 0 : std::max(0, s + shift - c.left);
     end = c.right < 0 ? cols.length : std::min(cols.length, s + shift + c.right + 1);
+  }
+
+  // The parameters of a forward pass, without lse, lists and a schedule. memory: returns where the
+  // kernels can read a vector or a tensor.
+  template <class Memory>
+  flashattn3::ForwardParams params(Tensor& out, Memory& memory) {
+    flashattn3::ForwardParams params{};
+    params.q = memory(q), params.k = memory(k), params.v = memory(v), params.out = memory(out);
+    params.q_stride = q.stride, params.k_stride = k.stride, params.v_stride = v.stride;
+    params.out_stride = out.stride;
+    params.lse_stride = {static_cast<int64_t>(q.seq) * c.heads_q, 1, q.seq};
+    params.batch = c.batch, params.seqlen_q = c.seqlen_q, params.seqlen_k = c.seqlen_k;
+    params.total_q = c.total_q, params.total_k = c.total_k;
+    params.num_heads_q = c.heads_q, params.num_heads_kv = c.heads_kv;
+    params.head_dim = c.head_dim, params.head_dim_v = c.head_dim_v;
+    params.varlen = !c.cu_q.empty();
+    params.positions_q = {memory(c.cu_q), memory(c.used_q)};
+    params.positions_k = {memory(c.cu_k), memory(c.used_k)};
+    params.softmax_scale = c.scale, params.softcap = c.softcap;
+    params.window_left = c.left, params.window_right = c.right;
+    params.sinks = memory(sinks);
+    params.alibi_slopes = memory(slopes), params.alibi_batch = c.heads_q;
+    return params;
   }
 };

@@ -6,10 +6,9 @@
 //       random problems instead, with seeds from `first` on
 // Exit code 0: all correct, 1: wrong values, other bits, a deadlock, or no case.
 #include <cstdio>
-#include <cstring>
-#include <numeric>
 #include <utility>
 
+#include "command_line.h"
 #include "decode/kernel.cuh"
 #include "forward_cached_cases.h"
 #include "launch/byte_arguments.h"
@@ -29,17 +28,6 @@ alignas(1024) thread_local uint8_t shared[emulation::kSharedBytes];
 
 using namespace flashattn3;
 
-// The CTAs of a launch, in a random order. Returns an error message, or "".
-static std::string run_ctas(const std::function<void()>& kernel, int num_ctas, int num_threads,
-                            uint8_t* shared, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::vector<int> order(num_ctas);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
-  emulation::kernel = kernel, emulation::shared_memory = shared;
-  return emulation::run_ctas(order, num_threads, seed) ? "" : "deadlock;";
-}
-
 struct Turn {
   const char* name;
   bool decodes;
@@ -58,14 +46,13 @@ static std::string run_decode(DecodeParams params, const Turn& turn) {
   check_decode("decode", kConfig, params);
   const decode::Arguments args = arguments_of<kConfig>(params, grid);
   const auto kernel = [&] { decode::decode_kernel<decode::KernelTraits<kConfig>>(args); };
-  emulation::Grid ctas{grid.num_ctas, decode::num_threads(kConfig), 1, turn.num_resident,
-                       decode::smem_bytes(kConfig)};
-  std::vector<int> order(grid.num_ctas);
-  std::iota(order.begin(), order.end(), 0);
-  std::mt19937 random(turn.seed);
-  std::shuffle(order.begin(), order.end(), random);
-  emulation::kernel = kernel, emulation::shared_memory = decode::shared;
-  return emulation::run_grid(ctas, order, turn.seed) ? "" : "deadlock;";
+  emulation::shared_memory = decode::shared;
+  return emulation::run(kernel,
+                        {grid.num_ctas, decode::num_threads(kConfig), 1, turn.num_resident,
+                         decode::smem_bytes(kConfig)},
+                        turn.seed)
+             ? ""
+             : "deadlock;";
 }
 
 template <forward::Config kConfig>
@@ -75,16 +62,21 @@ static std::string run_forward(DecodeParams params, const Turn& turn) {
   check_cached_forward<kConfig>("forward", params);
   const ForwardParams forward = forward_params_of(params);
   const forward::CachedArguments args = make_cached_arguments<kConfig>(params, forward);
-  std::string wrong;
+  emulation::shared_memory = forward::shared;
   if (forward.varlen) {
     const varlen::Arguments before =
         make_prepare_arguments(forward, forward_tile_shape<kConfig>(forward), 0, nullptr);
-    wrong = run_ctas([&] { varlen::prepare(before); }, num_prepare_ctas(forward), varlen::kThreads,
-                     forward::shared, turn.seed);
+    if (!emulation::run([&] { varlen::prepare(before); },
+                        {num_prepare_ctas(forward), varlen::kThreads}, turn.seed)) {
+      return "deadlock in varlen::prepare;";
+    }
   }
-  return wrong + run_ctas([&] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); },
-                          num_persistent_ctas(forward, args.scheduler.num_tiles),
-                          forward::num_threads(kConfig), forward::shared, turn.seed);
+  const emulation::Grid grid{num_persistent_ctas(forward, args.scheduler.num_tiles),
+                             forward::num_threads(kConfig)};
+  return emulation::run([&] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); }, grid,
+                        turn.seed)
+             ? ""
+             : "deadlock;";
 }
 
 constexpr Turn kTurns[] = {{"decode, 132 SMs", true, 132, false, 1, 132},
@@ -164,14 +156,15 @@ static bool make_span_case(DecodeCase& c, uint32_t seed) {
 
 int main(int argc, char** argv) {
   std::vector<DecodeCase> cases;
-  if (argc >= 3 && !std::strcmp(argv[1], "--random")) {
-    const int first = argc > 3 ? std::atoi(argv[3]) : 0;
-    for (int i = first; i < first + std::atoi(argv[2]); ++i) {
+  const CommandLine given(argc, argv);
+  if (given.has("--random")) {
+    const int first = given.number("--random", 0, 2);
+    for (int i = first; i < first + given.number("--random"); ++i) {
       DecodeCase c = random_cached_case(i);
       if (make_span_case(c, i)) cases.push_back(c);
     }
   } else {
-    const char* part = argc == 3 && !std::strcmp(argv[1], "--only") ? argv[2] : "";
+    const char* part = given.text("--only");
     uint32_t seed = 0;
     for (DecodeCase c : cached_cases()) {
       if (make_span_case(c, ++seed) && c.name.find(part) != std::string::npos) cases.push_back(c);

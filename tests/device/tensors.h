@@ -24,6 +24,12 @@ inline uint16_t to_bits(float x, bool fp16) {
   return fp16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
+inline double dot(const uint16_t* a, const uint16_t* b, int count, bool fp16) {
+  double sum = 0;
+  for (int i = 0; i < count; ++i) sum += double{to_float(a[i], fp16)} * to_float(b[i], fp16);
+  return sum;
+}
+
 // (batch, seq, heads, dim), initially NaN. The first upload allocates it on the device.
 struct Tensor {
   int batch, seq, heads, dim;

@@ -6,7 +6,6 @@
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
 #include <cstdlib>
-#include <numeric>
 #include <string>
 
 #include "decode_cases.h"
@@ -88,24 +87,21 @@ static std::string run(DecodeProblem& problem, const Turn& turn, uint32_t seed) 
   params.min_queries = turn.fewest_queries;
   Side k{problem, problem.k, problem.k_descale, problem.k_key_descale, 0x7fff};
   Side v{problem, problem.v, problem.v_descale, problem.v_key_descale, 0};
-  std::mt19937 random(seed);
   for (int first = 0; first < params.num_heads_kv; first += turn.heads_at_once) {
     const int count = std::min(turn.heads_at_once, params.num_heads_kv - first);
     k.reset(count), v.reset(count);
     forward::WidenArguments args =
         make_widen_arguments(params, WidenedHeads{first, count, k.data(), v.data()});
     if (turn.unit_keys > 0) args.unit_keys = turn.unit_keys;
-    std::vector<int> order(num_widen_ctas(params, args));
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
-    emulation::kernel = [&] {
+    const auto kernel = [&] {
       if (problem.c.fp16) {
         forward::widen_cache<ElementType::kFloat16>(args);
       } else {
         forward::widen_cache<ElementType::kBFloat16>(args);
       }
     };
-    if (!emulation::run_ctas(order, forward::kWidenThreads, seed)) return "deadlock";
+    const emulation::Grid grid{num_widen_ctas(params, args), forward::kWidenThreads};
+    if (!emulation::run(kernel, grid, seed)) return "deadlock";
     const int fewest = std::max(turn.fewest_queries, 1);
     std::string wrong = k.compare("K", first, count, fewest);
     if (wrong.empty()) wrong = v.compare("V", first, count, fewest);

@@ -9,8 +9,6 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <setjmp.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <array>
@@ -26,6 +24,8 @@
 #include <random>
 #include <utility>
 #include <vector>
+
+#include "context.h"
 
 using std::max;
 using std::min;
@@ -59,21 +59,53 @@ struct Rendezvous {
   uint32_t generation = 0;
 };
 
+// What a thread waits for: that masked bits of a word change.
+struct Wait {
+  const uint32_t* word = nullptr;  // null: it does not wait
+  uint32_t mask = 0, value = 0;
+
+  bool is_over() const { return word == nullptr || (*word & mask) != value; }
+};
+
+struct Fiber;
+
+// A WGMMA instruction of a thread. Those of a warp's lanes have the same operands in shared memory.
+struct Wgmma {
+  void (*run)(Fiber* lanes, size_t index);
+  uint32_t group;
+  bool accumulates;
+  float* d;
+  uint64_t a, b;                  // descriptors
+  std::array<uint32_t, 4> words;  // of A in registers
+};
+
+// A copy to shared memory by a thread, of zeros if it reads nothing.
+struct Copy {
+  uint8_t* to;
+  const void* from;
+  size_t bytes;
+
+  void complete() const {
+    if (from != nullptr) {
+      std::memcpy(to, from, bytes);
+    } else {
+      std::memset(to, 0, bytes);
+    }
+  }
+};
+
 struct Fiber {
-  ucontext_t start;  // until it first runs
-  jmp_buf place;     // where it goes on afterwards
-  bool started = false;
+  Context context;
   std::unique_ptr<char[]> stack;
   bool done = false;
-  // What a waiting thread waits for, and whether that has come; null: it does not wait.
+  Wait wait;
+  uint64_t paused_in = 0;  // round in which it does not go on
   const char* waits_for = "";
-  uint32_t address = 0;  // of an mbarrier
-  bool (*has_come)(void* condition) = nullptr;
-  void* condition = nullptr;
-  std::vector<std::function<void()>> wgmmas;                    // started, not yet committed
-  std::vector<std::vector<std::function<void()>>> gemms;        // committed, not yet waited for
-  std::vector<std::function<void()>> copies;                    // issued, not yet tied to a barrier
-  std::vector<std::vector<std::function<void()>>> copy_groups;  // committed, not yet waited for
+  uint32_t address = 0;                        // of an mbarrier
+  std::vector<Wgmma> wgmmas;                   // not yet waited for
+  uint32_t num_groups = 0;                     // of WGMMAs, committed
+  std::vector<Copy> copies;                    // issued, not yet tied to a barrier
+  std::vector<std::vector<Copy>> copy_groups;  // committed, not yet waited for
   // Bulk copies to global memory: that have not read shared memory; that have not written.
   std::vector<std::function<void()>> reads, writes;
   uint32_t cluster_generation = 0;  // of its last arrival at the cluster's barrier
@@ -82,6 +114,7 @@ struct Fiber {
 struct Warp {
   Rendezvous shuffle;
   uint64_t slot[2][32];
+  int num_done = 0;           // lanes
   uint64_t sleeps_until = 0;  // round
 };
 
@@ -118,48 +151,67 @@ struct Cta {
 };
 inline Cta* running;
 inline uint64_t progress = 0;  // of all resident CTAs
-inline jmp_buf scheduler;
+inline Context scheduler;
 inline uint8_t* shared_memory;  // kSharedBytes, at a multiple of 1024; of the CTA that runs
 
 inline Fiber& self() { return running->fibers[running->thread]; }
 
-// _setjmp and _longjmp, unlike swapcontext, make no system call: half of the time otherwise.
-[[gnu::noinline]] inline void yield() {
-  if (_setjmp(self().place) == 0) _longjmp(scheduler, 1);
-}
-// Lets the running thread go on until it yields.
-[[gnu::noinline]] inline void resume() {
-  if (_setjmp(scheduler) != 0) return;
-  if (self().started) _longjmp(self().place, 1);
-  self().started = true;
-  setcontext(&self().start);
+// Lets other threads run.
+inline void yield() { exchange(self().context, scheduler); }
+// Lets the other warps run, too.
+inline void pause(const char* what) {
+  self().waits_for = what;
+  self().paused_in = running->round;
+  yield();
 }
 
-template <class Condition>
-void wait_until(Condition condition, const char* what, uint32_t address = 0) {
-  if (condition()) return;
+// Shared memory is NaN until the copy is complete.
+inline void start_copy(uint32_t to, const void* from, size_t bytes) {
+  std::memset(shared_memory + to, 0xff, bytes);
+  self().copies.push_back({shared_memory + to, from, bytes});
+}
+
+inline void wait_for(const Wait& wait, const char* what, uint32_t address = 0) {
+  if (wait.is_over()) return;
   Fiber& fiber = self();
   fiber.waits_for = what, fiber.address = address;
-  fiber.condition = &condition;
-  fiber.has_come = [](void* at) { return (*static_cast<Condition*>(at))(); };
+  fiber.wait = wait;
   yield();
-  fiber.has_come = nullptr;
 }
 
-inline void meet(Rendezvous& at, int count, const char* what) {
+// The last thread to come does the work first.
+template <class Work>
+void meet(Rendezvous& at, int count, const char* what, Work work) {
   const uint32_t generation = at.generation;
   if (++at.arrived == count) {
+    work();
     at.arrived = 0, ++at.generation, ++progress;
   } else {
-    wait_until([&] { return at.generation != generation; }, what);
+    wait_for({&at.generation, ~0u, generation}, what);
   }
 }
+inline void meet(Rendezvous& at, int count, const char* what) {
+  meet(at, count, what, [] {});
+}
+
+inline Warp& warp_of_self() { return running->warps[running->thread / 32]; }
+
+// Lets the last lane to come do the work of the warp, of which `mine` is the calling lane's.
+template <class Lane, class Work>
+void meet_warp(Lane& mine, Work work) {
+  Warp& warp = warp_of_self();
+  uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
+  slot[running->thread % 32] = reinterpret_cast<uint64_t>(&mine);
+  meet(warp.shuffle, 32, "shuffle or __syncwarp",
+       [&] { work([&](int lane) -> Lane& { return *reinterpret_cast<Lane*>(slot[lane]); }); });
+}
+inline void meet_warp() { meet(warp_of_self().shuffle, 32, "shuffle or __syncwarp"); }
 
 // Returns the value of the lane that `source` gives for the calling one.
 template <class Value>
 Value shuffle(Value value, int source) {
   static_assert(sizeof(Value) <= 8);
-  Warp& warp = running->warps[running->thread / 32];
+  Warp& warp = warp_of_self();
   uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
   std::memcpy(&slot[running->thread % 32], &value, sizeof(value));
   meet(warp.shuffle, 32, "shuffle or __syncwarp");
@@ -167,21 +219,13 @@ Value shuffle(Value value, int source) {
   return value;
 }
 
-inline void meet_warp() { shuffle(0, 0); }
-
 // Returns the values of all lanes, until the warp's next shuffle but one.
 inline const uint64_t (&of_warp(uint64_t value))[32] {
-  Warp& warp = running->warps[running->thread / 32];
+  Warp& warp = warp_of_self();
   uint64_t (&slot)[32] = warp.slot[warp.shuffle.generation % 2];
   slot[running->thread % 32] = value;
   meet(warp.shuffle, 32, "shuffle or __syncwarp");
   return slot;
-}
-
-// Returns the values of the calling lane's quad.
-inline std::array<uint64_t, 4> of_quad(uint64_t value) {
-  const uint64_t* quad = of_warp(value) + running->thread % 32 / 4 * 4;
-  return {quad[0], quad[1], quad[2], quad[3]};
 }
 
 // Rounds that something takes: mostly few, sometimes many.
@@ -192,11 +236,12 @@ uint64_t random_delay(Random&& random) {
 
 // The calling warp sometimes sleeps here.
 inline void linger() {
-  const bool sleeps = running->random() % 8 == 0;
-  const uint64_t delay = shuffle(sleeps ? random_delay(running->random) : 0, 0);
-  if (delay == 0) return;
-  running->warps[running->thread / 32].sleeps_until = running->round + delay;
-  yield();
+  Warp& warp = warp_of_self();
+  meet(warp.shuffle, 32, "shuffle or __syncwarp", [&] {
+    if (running->random() % 8 != 0) return;
+    warp.sleeps_until = running->round + random_delay(running->random);
+  });
+  if (warp.sleeps_until >= running->round) yield();
 }
 
 // A CTA of the running CTA's cluster, and its shared memory.
@@ -224,7 +269,7 @@ inline void arrive_at_cluster() {
 inline void wait_for_cluster() {
   const Rendezvous& barrier = running->cluster->barrier;
   const uint32_t generation = self().cluster_generation;
-  wait_until([&] { return barrier.generation != generation; }, "cluster barrier");
+  wait_for({&barrier.generation, ~0u, generation}, "cluster barrier");
 }
 
 }  // namespace emulation
@@ -319,4 +364,4 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   }
   return result;
 }
-inline void __nanosleep(unsigned) { emulation::yield(); }
+inline void __nanosleep(unsigned) { emulation::pause("__nanosleep"); }

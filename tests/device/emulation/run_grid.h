@@ -1,6 +1,8 @@
 // Runs a kernel's CTAs on the CPU (emulation.h).
 #pragma once
 
+#include <numeric>
+
 #include "emulation.h"
 
 namespace emulation {
@@ -11,12 +13,14 @@ inline std::function<void(bool starts)> disturb;
 
 inline void run_fiber() {
   kernel();
-  if (!self().wgmmas.empty() || !self().gemms.empty() || !self().copies.empty() ||
-      !self().copy_groups.empty() || !self().reads.empty() || !self().writes.empty()) {
+  const Fiber& fiber = self();
+  if (!fiber.wgmmas.empty() || !fiber.copies.empty() || !fiber.copy_groups.empty() ||
+      !fiber.reads.empty() || !fiber.writes.empty()) {
     std::printf("thread %d ended with a GEMM or a copy in flight\n", running->thread);
     std::abort();
   }
   self().done = true;
+  ++warp_of_self().num_done;
   ++progress;
   yield();
 }
@@ -40,24 +44,37 @@ inline void start_cta(Cta& cta, int block, const Grid& grid, uint32_t seed) {
   cta.random.seed(cta.seed = seed);
   cta.slow_warp = static_cast<int>(cta.random() % (num_threads / 32));
   cta.memory.assign(grid.shared_bytes, 0xff);
+  int number = 0;
   for (Fiber& fiber : cta.fibers) {
     if (fiber.stack == nullptr) {
       fiber.stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
     }
-    fiber.done = fiber.started = false;
-    fiber.has_come = nullptr;
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack.get();
-    fiber.start.uc_stack.ss_size = kStackBytes;
-    fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, run_fiber, 0);
+    fiber.done = false;
+    fiber.wait = {};
+    // At different offsets in a page: the tops of all stacks would share a few lines of the cache.
+    start_with(fiber.context, run_fiber, fiber.stack.get(), kStackBytes - number++ % 61 * 64);
   }
 }
 
 enum class State { kDone, kStuck, kRuns };
 
-// Lets each warp of the running CTA run until its threads wait or end. Returns kStuck if nothing
-// has happened and no warp sleeps.
+// Lets the lanes of a warp run until all of them wait or have ended, or the warp sleeps.
+inline void run_warp(Cta& cta, int number) {
+  const Warp& warp = cta.warps[number];
+  for (bool any = true; any;) {
+    any = false;
+    for (cta.thread = number * 32; cta.thread < number * 32 + 32; ++cta.thread) {
+      Fiber& fiber = self();
+      if (fiber.done || fiber.paused_in == cta.round || !fiber.wait.is_over()) continue;
+      fiber.wait.word = nullptr;
+      exchange(scheduler, fiber.context);
+      if (warp.sleeps_until >= cta.round) return;
+      any = true;
+    }
+  }
+}
+
+// Lets each warp of the running CTA run. Returns kStuck if nothing has happened and no warp sleeps.
 inline State run_round() {
   Cta& cta = *running;
   const int num_warps = cta.num_threads / 32;
@@ -67,26 +84,16 @@ inline State run_round() {
   const int first = static_cast<int>(cta.random() % num_warps);
   const int step = cta.random() % 2 ? 1 : num_warps - 1;
   for (int i = 0; i < num_warps; ++i) {
-    const int warp = (first + i * step) % num_warps;
-    const auto fibers = cta.fibers.begin() + warp * 32;
-    if (std::all_of(fibers, fibers + 32, [](const Fiber& fiber) { return fiber.done; })) continue;
-    uint64_t& sleeps_until = cta.warps[warp].sleeps_until;
-    const uint32_t seldom = warp == cta.slow_warp ? 4 : 32;
-    if (sleeps_until < cta.round && cta.random() % seldom == 0) {
-      sleeps_until = cta.round + random_delay(cta.random);
+    const int number = (first + i * step) % num_warps;
+    Warp& warp = cta.warps[number];
+    if (warp.num_done == 32) continue;
+    any = true;
+    const uint32_t seldom = number == cta.slow_warp ? 4 : 32;
+    if (warp.sleeps_until < cta.round && cta.random() % seldom == 0) {
+      warp.sleeps_until = cta.round + random_delay(cta.random);
     }
-    if (sleeps_until >= cta.round) {
-      any = sleeps = true;
-      continue;
-    }
-    for (int lane = 0; lane < 32; ++lane) {
-      cta.thread = warp * 32 + lane;
-      const Fiber& fiber = self();
-      if (fiber.done) continue;
-      any = true;
-      if (fiber.has_come != nullptr && !fiber.has_come(fiber.condition)) continue;
-      resume();
-    }
+    if (warp.sleeps_until < cta.round) run_warp(cta, number);
+    sleeps |= warp.sleeps_until >= cta.round;
   }
   if (!any) return State::kDone;
   const size_t in_flight = cta.in_flight.size();
@@ -101,27 +108,35 @@ inline State run_round() {
   return progress != before || sleeps || in_flight > 0 ? State::kRuns : State::kStuck;
 }
 
-inline void print_waits() {
-  std::printf("CTA %u of %u cannot go on:\n", running->block.x, running->grid.x);
-  for (int i = 0; i < running->num_threads; ++i) {
-    running->thread = i;
-    const bool first = i % 32 == 0 || self().waits_for != running->fibers[i - 1].waits_for;
-    if (!self().done && first) {
-      std::printf("  thread %d waits for %s at %u\n", i, self().waits_for, self().address);
+inline void print_waits(const Cta& cta) {
+  std::printf("CTA %u of %u cannot go on:\n", cta.block.x, cta.grid.x);
+  for (int i = 0; i < cta.num_threads; ++i) {
+    const Fiber& fiber = cta.fibers[i];
+    const bool first = i % 32 == 0 || fiber.waits_for != cta.fibers[i - 1].waits_for;
+    if (!fiber.done && first) {
+      std::printf("  thread %d waits for %s at %u\n", i, fiber.waits_for, fiber.address);
     }
   }
 }
 
-// Runs all CTAs to their end; clusters start in this order. Returns false, after a list of the
+// Runs all CTAs to their end; clusters start in a random order. Returns false, after a list of the
 // waits, if none of the resident CTAs can go on.
-inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t seed) {
+inline bool run(std::function<void()> of_thread, const Grid& grid, uint32_t seed) {
   static std::vector<std::unique_ptr<Cta>> unused;  // with their stacks
   std::vector<std::unique_ptr<Cta>> resident;
   std::map<uint32_t, Cluster> clusters;
   std::mt19937 random(seed);
+  kernel = std::move(of_thread);
+  std::vector<int> order(grid.num_ctas / grid.cluster_size);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
   std::memset(shared_memory, 0xff, kSharedBytes);
+  const auto copy = [&](uint8_t* to, const uint8_t* from) {
+    std::memcpy(to, from, grid.shared_bytes);
+  };
   size_t next = 0;
   int stuck = 0;
+  running = nullptr;
   while (true) {
     while (next < order.size() &&
            resident.size() < static_cast<size_t>(grid.resident * grid.cluster_size)) {
@@ -141,36 +156,30 @@ inline bool run_grid(const Grid& grid, const std::vector<int>& order, uint32_t s
     }
     if (resident.empty()) return true;
     const size_t i = resident.size() == 1 ? 0 : random() % resident.size();
-    running = resident[i].get();
+    if (running != resident[i].get()) {
+      if (running != nullptr) copy(running->memory.data(), shared_memory);
+      running = resident[i].get();
+      copy(shared_memory, running->memory.data());
+    }
     if (disturb) disturb(false);
-    std::memcpy(shared_memory, running->memory.data(), running->memory.size());
     State state = State::kRuns;
     const uint64_t before = progress;
     for (int rounds = resident.size() == 1 ? 1000 : 1 + random() % 20;
          rounds > 0 && state == State::kRuns; --rounds) {
       state = run_round();
     }
-    std::memcpy(running->memory.data(), shared_memory, running->memory.size());
     if (state == State::kDone) {
       running->cluster->ctas[running->rank] = nullptr;
+      running = nullptr;
       unused.push_back(std::move(resident[i]));
       resident.erase(resident.begin() + i);
     }
     stuck = progress == before && state != State::kDone ? stuck + 1 : 0;
     // By then each CTA has almost certainly had many turns.
     if (stuck <= 40 * static_cast<int>(resident.size() * resident.size())) continue;
-    for (const auto& cta : resident) {
-      running = cta.get();
-      std::memcpy(shared_memory, running->memory.data(), running->memory.size());
-      print_waits();
-    }
+    for (const auto& cta : resident) print_waits(*cta);
     return false;
   }
-}
-
-// Runs the CTAs one after the other, without clusters.
-inline bool run_ctas(const std::vector<int>& order, int num_threads, uint32_t seed) {
-  return run_grid({static_cast<int>(order.size()), num_threads}, order, seed);
 }
 
 }  // namespace emulation

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <random>
+#include <utility>
 
 #include "emulation.h"
 #include "ptx/mbarrier.cuh"
@@ -11,22 +11,12 @@
 namespace flashattn3 {
 
 inline void copy_async(uint32_t to, const void* from, bool exists) {
-  uint8_t* at = emulation::shared_memory + to;
-  std::memset(at, 0xff, 16);  // NaN until the copy is complete
-  emulation::self().copies.push_back([=] {
-    if (exists) {
-      std::memcpy(at, from, 16);
-    } else {
-      std::memset(at, 0, 16);
-    }
-  });
+  emulation::start_copy(to, exists ? from : nullptr, 16);
 }
 
 inline void arrive_when_copied(Barrier& barrier) {
-  auto copies = std::move(emulation::self().copies);
-  emulation::self().copies.clear();
-  const auto complete = [&barrier, copies = std::move(copies)] {
-    for (const auto& copy : copies) copy();
+  const auto complete = [&barrier, copies = std::exchange(emulation::self().copies, {})] {
+    for (const emulation::Copy& copy : copies) copy.complete();
     barrier.arrive();
   };
   // The copies of all threads for one phase of the barrier are late together, or else the latest of

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <utility>
 
 #include "emulation.h"
@@ -10,15 +9,7 @@
 namespace flashattn3 {
 
 inline void copy_word_async(uint32_t to, const void* from, bool exists) {
-  uint8_t* at = emulation::shared_memory + to;
-  std::memset(at, 0xff, 4);
-  emulation::self().copies.push_back([=] {
-    if (exists) {
-      std::memcpy(at, from, 4);
-    } else {
-      std::memset(at, 0, 4);
-    }
-  });
+  emulation::start_copy(to, exists ? from : nullptr, 4);
 }
 
 inline void commit_copies() {
@@ -30,7 +21,7 @@ template <int kCount>
 void wait_for_groups() {
   auto& groups = emulation::self().copy_groups;
   while (groups.size() > kCount) {
-    for (const auto& copy : groups.front()) copy();
+    for (const emulation::Copy& copy : groups.front()) copy.complete();
     groups.erase(groups.begin());
   }
   emulation::linger();

@@ -9,8 +9,7 @@
 namespace flashattn3 {
 
 inline int load_acquire(const int32_t* at) {
-  emulation::self().waits_for = "global memory";
-  emulation::yield();
+  emulation::pause("global memory");
   return *at;
 }
 inline void add_release(int32_t* at, int value) {

@@ -37,9 +37,6 @@ inline void store_relaxed(uint32_t* at, uint32_t x) {
   *at = x;
   ++emulation::progress;
 }
-inline void poll_again() {
-  emulation::self().waits_for = "a part";
-  emulation::yield();
-}
+inline void poll_again() { emulation::pause("a part"); }
 
 }  // namespace flashattn3

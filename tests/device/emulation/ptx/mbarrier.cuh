@@ -16,6 +16,7 @@ constexpr int kArrivalsPerWarp = 1;
 struct Barrier {
   union {
     uint64_t word;
+    uint32_t low_word;
     struct {
       uint32_t expected : 10, missing : 10;
       uint32_t completed : 12;  // phases
@@ -30,7 +31,9 @@ struct Barrier {
     if (expected != static_cast<uint32_t>(count)) fail("counts too many arrivals");
   }
   void wait(uint32_t phase) const {
-    emulation::wait_until([&] { return completed % 2 != phase; }, "mbarrier", address());
+    static_assert(std::endian::native == std::endian::little);
+    constexpr int kFirstBit = 20;  // of `completed`
+    emulation::wait_for({&low_word, 1u << kFirstBit, phase << kFirstBit}, "mbarrier", address());
   }
   void arrive() {
     if (missing == 0) fail("has one arrival too many in a phase");

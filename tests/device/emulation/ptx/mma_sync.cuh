@@ -9,36 +9,37 @@
 
 namespace flashattn3 {
 
-// The words of all lanes, by word and lane; of two words in one exchange.
-template <int kCount>
-void gather_words(const uint32_t (&mine)[kCount], uint32_t (&words)[kCount][32]) {
-  for (int i = 0; i < kCount; i += 2) {
-    const bool two = i + 1 < kCount;
-    const auto& both = emulation::of_warp(mine[i] | uint64_t{two ? mine[i + two] : 0} << 32);
-    for (int lane = 0; lane < 32; ++lane) {
-      words[i][lane] = static_cast<uint32_t>(both[lane]);
-      if (two) words[i + 1][lane] = static_cast<uint32_t>(both[lane] >> 32);
-    }
-  }
-}
-
 // kDepth: 16, or 8, which has the first word of each operand row.
 template <ElementType kElement, int kDepth>
 void mma_of_depth(float (&d)[4], const uint32_t (&a)[kDepth / 4], const uint32_t (&b)[kDepth / 8]) {
-  uint32_t of_a[kDepth / 4][32], of_b[kDepth / 8][32];
-  gather_words(a, of_a), gather_words(b, of_b);
-  const auto element = [](uint32_t word, int half) {
-    return element_of<kElement>(static_cast<uint16_t>(word >> 16 * half));
-  };
-  const int lane = static_cast<int>(threadIdx.x % 32), row = lane / 4;
-  for (int i = 0; i < 4; ++i) {
-    const int column = lane % 4 * 2 + i % 2;
+  struct Operands {
+    float* d;
+    const uint32_t *a, *b;
+  } mine{d, a, b};
+  emulation::meet_warp(mine, [](auto of_lane) {
+    const auto element = [](uint32_t word, int half) {
+      return element_of<kElement>(static_cast<uint16_t>(word >> 16 * half));
+    };
+    float of_a[16][kDepth], of_b[kDepth][8];
     for (int k = 0; k < kDepth; ++k) {
-      d[i] += element(of_a[row_of(i) + k / 8 * 2][row * 4 + k % 8 / 2], k % 2) *
-              element(of_b[k / 8][column * 4 + k % 8 / 2], k % 2);
+      for (int row = 0; row < 16; ++row) {
+        const Operands& owner = of_lane(row % 8 * 4 + k % 8 / 2);
+        of_a[row][k] = element(owner.a[row / 8 + k / 8 * 2], k % 2);
+      }
+      for (int column = 0; column < 8; ++column) {
+        of_b[k][column] = element(of_lane(column * 4 + k % 8 / 2).b[k / 8], k % 2);
+      }
     }
-    if (std::isnan(d[i])) d[i] = emulation::kCanonicalNan;
-  }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        float& sum = of_lane(lane).d[i];
+        const int row = thread_row(lane) + register_row(i);
+        const int column = thread_column(lane) + register_column(i);
+        for (int k = 0; k < kDepth; ++k) sum += of_a[row][k] * of_b[k][column];
+        if (std::isnan(sum)) sum = emulation::kCanonicalNan;
+      }
+    }
+  });
 }
 
 template <ElementType kElement>

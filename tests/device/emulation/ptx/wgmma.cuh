@@ -1,8 +1,11 @@
 // Emulation of csrc/ptx/wgmma.cuh for 16-bit elements. An instruction reads its operands in shared
-// memory, through the swizzle of the hardware, when the thread waits for its group.
+// memory, through the swizzle of the hardware, when its warp waits for its group.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "emulation.h"
@@ -37,59 +40,90 @@ struct WgmmaOperand {
 
 template <ElementType kElement, int kN>
 struct Wgmma {
-  using Operand = WgmmaOperand<kElement>;
-
   static void ss(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-    start(
-        d, accumulate, [=](int row, int k) { return Operand{a}.k_major(row, k); },
-        [=](int column, int k) { return Operand{b}.k_major(column, k); });
+    start<Major::kK, Major::kK>(d, accumulate, a, b);
   }
   static void ss_mn_b(float (&d)[kN / 2], uint64_t a, uint64_t b) {
-    start(
-        d, true, [=](int row, int k) { return Operand{a}.k_major(row, k); },
-        [=](int column, int k) { return Operand{b}.mn_major(column, k); });
+    start<Major::kK, Major::kMn>(d, true, a, b);
   }
   static void ss_mn_ab(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-    start(
-        d, accumulate, [=](int row, int k) { return Operand{a}.mn_major(row, k); },
-        [=](int column, int k) { return Operand{b}.mn_major(column, k); });
+    start<Major::kMn, Major::kMn>(d, accumulate, a, b);
   }
-  // Word i of a: row i % 2 of the thread's two, columns 2 * lane + {0, 1} of the first or second
-  // 8 columns.
   static void rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b) {
-    const auto low = emulation::of_quad(a[0] | uint64_t{a[1]} << 32);
-    const auto high = emulation::of_quad(a[2] | uint64_t{a[3]} << 32);
-    start(
-        d, true,
-        [=](int row, int k) {
-          const uint64_t words = (k < 8 ? low : high)[k % 8 / 2];
-          const int shift = 32 * (row % 16 / kRowStride) + 16 * (k % 2);
-          return element_of<kElement>(static_cast<uint16_t>(words >> shift));
-        },
-        [=](int column, int k) { return Operand{b}.mn_major(column, k); });
+    start<Major::kRegisters, Major::kMn>(d, true, 0, b, std::to_array(a));
   }
 
  private:
-  template <class A, class B>
-  static void start(float (&d)[kN / 2], bool accumulate, A a, B b) {
+  enum class Major { kK, kMn, kRegisters };
+
+  template <Major kA, Major kB>
+  static void start(float (&d)[kN / 2], bool accumulate, uint64_t a, uint64_t b,
+                    std::array<uint32_t, 4> words = {}) {
     if (!accumulate) {
       for (float& x : d) x = emulation::kCanonicalNan;
     }
-    emulation::self().wgmmas.push_back([&d, accumulate, a, b] {
-      const int thread = static_cast<int>(threadIdx.x % 128), row = thread_row(thread);
-      float rows[2][16], column[16];
-      for (int k = 0; k < 16; ++k) rows[0][k] = a(row, k), rows[1][k] = a(row + kRowStride, k);
-      for (int i = 0; i < kN / 2; ++i) {
-        if (row_of(i) == 1) continue;
-        for (int k = 0; k < 16; ++k) column[k] = b(thread_column(thread) + register_column(i), k);
-        for (int r = 0; r < 2; ++r) {
-          float& sum = d[i + 2 * r];
-          if (!accumulate) sum = 0.f;
-          for (int k = 0; k < 16; ++k) sum += rows[r][k] * column[k];
-          if (std::isnan(sum)) sum = emulation::kCanonicalNan;
+    emulation::Fiber& self = emulation::self();
+    self.wgmmas.push_back({run<kA, kB>, self.num_groups, accumulate, d, a, b, words});
+  }
+
+  // Element of 16 rows of A, or of kN columns of B.
+  template <Major kMajor>
+  static float element(uint64_t descriptor, int row, int k) {
+    const WgmmaOperand<kElement> operand{descriptor};
+    return kMajor == Major::kK ? operand.k_major(row, k) : operand.mn_major(row, k);
+  }
+  // Word i: row i % 2 of the thread's two, columns 2 * lane + {0, 1} of the first or second 8.
+  static float element_of_words(const std::array<uint32_t, 4>& words, int row, int k) {
+    const uint32_t pair = words[row / kRowStride + k / 8 * 2];
+    return element_of<kElement>(static_cast<uint16_t>(pair >> 16 * (k % 2)));
+  }
+
+  // Most of the time of an emulation, which the build optimises less.
+  [[gnu::optimize("O3")]] static void multiply(const float (&a)[16][16], const float (&b)[16][kN],
+                                               float (&d)[16][kN]) {
+    for (int row = 0; row < 16; ++row) {
+      for (int k = 0; k < 16; ++k) {
+        for (int column = 0; column < kN; ++column) d[row][column] += a[row][k] * b[k][column];
+      }
+    }
+  }
+
+  // Computes the 16 rows of a warp.
+  template <Major kA, Major kB>
+  static void run(emulation::Fiber* lanes, size_t index) {
+    const emulation::Wgmma& first = lanes[0].wgmmas[index];
+    const int first_row = thread_row(static_cast<int>(threadIdx.x % 128 / 32 * 32));
+    float a[16][16], b[16][kN], d[16][kN];
+    for (int row = 0; row < 16; ++row) {
+      for (int k = 0; k < 16; ++k) {
+        if constexpr (kA == Major::kRegisters) {
+          const emulation::Fiber& owner = lanes[row % kRowStride * 4 + k % 8 / 2];
+          a[row][k] = element_of_words(owner.wgmmas[index].words, row, k);
+        } else {
+          a[row][k] = element<kA>(first.a, first_row + row, k);
         }
       }
-    });
+    }
+    for (int k = 0; k < 16; ++k) {
+      for (int column = 0; column < kN; ++column) b[k][column] = element<kB>(first.b, column, k);
+    }
+    const auto for_registers = [&](auto work) {
+      for (int lane = 0; lane < 32; ++lane) {
+        const emulation::Wgmma& mine = lanes[lane].wgmmas[index];
+        if (mine.run != first.run || mine.a != first.a || mine.b != first.b) {
+          std::printf("lane %d has other operands of a WGMMA than lane 0\n", lane);
+          std::abort();
+        }
+        for (int i = 0; i < kN / 2; ++i) {
+          work(mine.d[i],
+               d[thread_row(lane) + register_row(i)][thread_column(lane) + register_column(i)]);
+        }
+      }
+    };
+    for_registers([&](float mine, float& sum) { sum = first.accumulates ? mine : 0.f; });
+    multiply(a, b, d);
+    for_registers(
+        [](float& mine, float sum) { mine = std::isnan(sum) ? emulation::kCanonicalNan : sum; });
   }
 };
 

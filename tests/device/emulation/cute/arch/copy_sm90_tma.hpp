@@ -2,6 +2,7 @@
 // bits 4 to 6 are XORed with bits 7 to 9. Each box arrives late, on its own.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -40,13 +41,14 @@ struct SM90_TMA_LOAD_5D {
         const int row[4] = {y % map.box[1], y / map.box[1] % map.box[2],
                             y / map.box[1] / map.box[2] % map.box[3],
                             y / map.box[1] / map.box[2] / map.box[3]};
-        for (int x = 0; x < map.box[0]; ++x) {
+        for (int x = 0; x < map.box[0]; x += 8) {
           const uint32_t at = begin + y * 128 + x * 2;
           const uint8_t* from =
               map.find({at0 + x, at1 + row[0], at2 + row[1], at3 + row[2], at4 + row[3]});
-          uint16_t bits = 0;
-          if (from != nullptr) std::memcpy(&bits, from, 2);
-          std::memcpy(emulation::shared_memory + (at ^ (at >> 7 & 7) << 4), &bits, 2);
+          uint16_t unit[8] = {};
+          const int64_t inside = std::min<int64_t>(8, map.extent[0] - at0 - x);
+          if (from != nullptr) std::memcpy(unit, from, 2 * inside);
+          std::memcpy(emulation::shared_memory + (at ^ (at >> 7 & 7) << 4), unit, sizeof(unit));
         }
       }
       full->complete_bytes(size);
