@@ -68,7 +68,8 @@ def flex_attention(
         score_mod: None; ``alibi_slopes`` and ``bias`` of ``flash_attn_func`` change scores.
         block_mask: a ``BlockMask``, converted in its first call (``masks.from_block_mask``) and
             again when a tensor that it holds, or that its mask_mod has captured, was written to or
-            replaced; or a ``masks.Mask``, which code that torch.compile traces must pass. None: all
+            replaced, and in every call where one was made in inference mode, which hides writes; or
+            a ``masks.Mask``, which code that torch.compile traces must pass. None: all
             keys are visible.
         scale: factor of the scores; None: head_dim ** -0.5.
         enable_gqa: whether num_heads_q may be a multiple of num_heads_kv.
@@ -155,19 +156,20 @@ def _mask_of(block_mask: object) -> Mask | None:
     return known[1]
 
 
-Sources = list[tuple[Tensor, int]]
+Sources = list[tuple[Tensor, int | None]]
 
 
 def _sources(block_mask: object) -> Sources:
     """The tensors of a block mask and those that its mask_mod has captured, with their versions,
-    which change when they are written to."""
+    which change when they are written to; None: a tensor of inference mode, which has none."""
     held = getattr(block_mask, "__dict__", {}).values()
     captured = captured_tensors(getattr(block_mask, "mask_mod", None))
     tensors = [x for x in held if isinstance(x, Tensor)] + [x for _, x in captured]
-    return [(x, -1 if x.is_inference() else x._version) for x in tensors]
+    return [(x, None if x.is_inference() else x._version) for x in tensors]
 
 
 def _same(sources: Sources, others: Sources) -> bool:
-    """Whether both are the same tensors in the same versions."""
-    same = (x is y and i == j for (x, i), (y, j) in zip(sources, others, strict=False))
+    """Whether both are the same tensors in the same versions, which are known."""
+    pairs = zip(sources, others, strict=False)
+    same = (x is y and i == j and i is not None for (x, i), (y, j) in pairs)
     return len(sources) == len(others) and all(same)

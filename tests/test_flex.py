@@ -101,6 +101,18 @@ def test_a_block_mask_is_converted_once_and_again_after_a_write(monkeypatch):
     assert kept() is None, "the Mask keeps no BlockMask"
 
 
+def test_writes_in_inference_mode_are_seen():
+    q, k, v = (x.detach() for x in inputs())
+    with torch.inference_mode():
+        first = torch.zeros(2, dtype=torch.int64)
+        mask = create_block_mask(lambda b, h, q, k: k >= first[b], 2, None, 150, 150, "cpu")
+        before = flex_attention(q, k, v, block_mask=mask)
+        first[1] = 75
+        found = flex_attention(q, k, v, block_mask=mask)
+    assert torch.equal(found[0], before[0])
+    assert not torch.equal(found[1], before[1])
+
+
 def test_keys_of_one_batch_serve_all_and_aux_holds_the_lse():
     from torch.nn.attention.flex_attention import AuxRequest
 
