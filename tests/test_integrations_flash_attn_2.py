@@ -212,6 +212,37 @@ def test_what_is_refused():
         _flash_attn_varlen_forward(*(q[0],) * 3, edges, edges, 4, 4, *options, leftpad_k=edges[:1])
 
 
+# What a caller gives for a result: its shape from the result's, its dtype, and the message.
+WRONG_RESULTS = {
+    "broadcast": (lambda x: x.new_empty(3, *x.shape), r"\.shape must be"),
+    "converted": (lambda x: torch.empty_like(x, dtype=torch.int32), r"\.dtype must be"),
+    "no tensor": (lambda x: 3, " must be a torch.Tensor or None, got 3"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_RESULTS)
+def test_results_that_do_not_fit_are_errors_and_nothing_is_written(wrong):
+    import flash_attn_interface
+    from flash_attn.flash_attn_interface import _flash_attn_backward
+
+    made, message = WRONG_RESULTS[wrong]
+    q, edges = torch.randn(1, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises((ValueError, TypeError), match=f"flash_attn_varlen_func: out{message}"):
+        flash_attn_interface.flash_attn_varlen_func(
+            *(q[0],) * 3, edges, edges, 4, 4, out=made(q[0])
+        )
+    with pytest.raises((ValueError, TypeError), match=f"_flash_attn_forward: out{message}"):
+        flash_attn_interface._flash_attn_forward(q, q, q, out=made(q))
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(q, q, q)
+    tensors, dq = (out, q, q, q, out, lse), torch.zeros_like(q)
+    with pytest.raises((ValueError, TypeError), match=f"_flash_attn_backward: dv{message}"):
+        flash_attn_interface._flash_attn_backward(*tensors, dq=dq, dv=made(q))
+    options = 0.0, None, False, -1, -1, 0.0, None, False
+    with pytest.raises((ValueError, TypeError), match=f"_flash_attn_backward: dv{message}"):
+        _flash_attn_backward(*tensors, dq, None, made(q), *options)
+    assert not dq.any()
+
+
 def test_flash_attention_3_takes_pages_by_either_name_and_returns_four_values():
     from flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 

@@ -258,7 +258,7 @@ def _flash_attn_backward(
     options = _options(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     tensors = dout, q, k, v, out, softmax_lse
     gradients = api.flash_attn_backward(*tensors, deterministic=deterministic, **options)
-    write_gradients((dq, dk, dv), gradients)
+    write_gradients("_flash_attn_backward", (dq, dk, dv), gradients)
 
 
 def _flash_attn_varlen_backward(
@@ -292,7 +292,7 @@ def _flash_attn_varlen_backward(
     options |= _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = dout, q, k, v, out, softmax_lse
     gradients = api.flash_attn_backward(*tensors, deterministic=deterministic, **options)
-    write_gradients((dq, dk, dv), gradients)
+    write_gradients("_flash_attn_varlen_backward", (dq, dk, dv), gradients)
 
 
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes) -> dict:

@@ -20,7 +20,7 @@ from .. import kvcache_api as cached
 from ..call.foreign import under_one_name
 from ..errors import UnsupportedError, complaint, expect, shown
 from .fork_keywords import without_fork_keywords
-from .one_pass import one_pass, write_gradients
+from .one_pass import one_pass, write_gradients, written_to
 from .paged import attend_to_pages
 from .stand_in import install
 
@@ -60,11 +60,9 @@ def flash_attn_varlen_func(
     if table is None:
         _refuse_others(function, scheduler_metadata=scheduler_metadata)
         result = api.flash_attn_varlen_func(*arguments, **options)
-        if out is None:
-            return result
         if isinstance(result, tuple):
-            return (out.copy_(result[0]), *result[1:])
-        return out.copy_(result)
+            return (written_to(function, out, result[0]), *result[1:])
+        return written_to(function, out, result)
     neutral = options.pop("dropout_p", 0.0)
     expect(neutral == 0, function, "dropout_p", 0.0, neutral)
     given = _VARLEN.bind_partial(*arguments, **options).arguments
@@ -184,7 +182,7 @@ def _flash_attn_forward(
     edges = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     result, lse = api.flash_attn_forward(q, k, v, **edges, **lengths, **used, **options)
-    result = result if given is None else given.copy_(result)
+    result = written_to("_flash_attn_forward", given, result)
     return (result, lse, *_no_parts(result))
 
 
@@ -235,7 +233,7 @@ def _flash_attn_backward(
         deterministic=deterministic,
         sm_margin=sm_margin,
     )
-    write_gradients((dq, dk, dv), gradients)
+    write_gradients("_flash_attn_backward", (dq, dk, dv), gradients)
 
 
 def _bounds(max_seqlen_q: int | None, max_seqlen_k: int | None) -> dict[str, int | None]:

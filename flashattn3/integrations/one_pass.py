@@ -8,6 +8,8 @@ from inspect import signature
 
 import torch
 
+from ..errors import expect, shown, type_error
+
 
 def one_pass(function: Callable, older: Callable | None = None) -> Callable:
     """The function without autograd, as libraries call it in the forward of their own
@@ -40,8 +42,29 @@ def one_pass(function: Callable, older: Callable | None = None) -> Callable:
     return call
 
 
-def write_gradients(given: tuple, gradients: tuple) -> None:
-    """Write gradients into the tensors that FlashAttention's backward functions are given."""
-    for tensor, gradient in zip(given, gradients, strict=True):
+def write_gradients(function: str, given: tuple, gradients: tuple) -> None:
+    """Write gradients into the tensors that FlashAttention's backward functions are given. All are
+    checked before the first is written."""
+    named = list(zip(("dq", "dk", "dv"), given, gradients, strict=True))
+    for name, tensor, gradient in named:
+        _check_given(function, name, tensor, gradient)
+    for _, tensor, gradient in named:
         if tensor is not None:
             tensor.copy_(gradient)
+
+
+def written_to(function: str, out: object, result: torch.Tensor) -> torch.Tensor:
+    """The result, in the tensor out if it is given."""
+    _check_given(function, "out", out, result)
+    return result if out is None else out.copy_(result)
+
+
+def _check_given(function: str, name: str, given: object, result: torch.Tensor) -> None:
+    """Raise where a copy would broadcast or convert the result."""
+    if given is None:
+        return
+    if not isinstance(given, torch.Tensor):
+        raise type_error(function, name, "a torch.Tensor or None", shown(given))
+    wanted, found = tuple(result.shape), tuple(given.shape)
+    expect(found == wanted, function, f"{name}.shape", wanted, found)
+    expect(given.dtype == result.dtype, function, f"{name}.dtype", result.dtype, given.dtype)
