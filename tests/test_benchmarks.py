@@ -44,22 +44,11 @@ from flashattn3_bench.memory_suite import training_step
 from flashattn3_bench.precision import PRECISIONS, arguments_in, errors
 from flashattn3_bench.providers import (
     BASELINES,
-    CAPTURED,
-    DETERMINISTIC,
     EIGHT_BIT,
-    FAST_E4M3,
-    FAST_INT8,
-    FP8_E4M3,
-    FP8_INT8,
-    IN_8_BITS,
-    MHA,
     ON_FEW_SMS,
     OURS,
     PROVIDERS,
     QUANTIZED,
-    WHOLE_E4M3,
-    WHOLE_INT8,
-    WHOLE_SMOOTH,
     naive,
     sdpa,
 )
@@ -244,13 +233,13 @@ def test_the_table_shows_a_red_gate_and_no_number():
 
 def test_fp8_is_compared_with_ours_and_the_baselines():
     suite = {"suite": "fp8"}
-    times = {FP8_INT8: 1.0, OURS: 2.0, "fa2": 4.0}
+    times = {"fp8 int8": 1.0, OURS: 2.0, "fa2": 4.0}
     records = [
         record(name, None, **suite, speed_ratio={o: times[o] / t for o in times if o != name})
         for name, t in times.items()
     ]
-    assert ratios(records, FP8_INT8).splitlines()[0] == f"speed of {FP8_INT8} over {OURS} / fa2"
-    assert "2.00 / 4.00" in ratios(records, FP8_INT8)
+    assert ratios(records, "fp8 int8").splitlines()[0] == f"speed of fp8 int8 over {OURS} / fa2"
+    assert "2.00 / 4.00" in ratios(records, "fp8 int8")
     means = geometric_means(records)
     assert f"all cells: {OURS} 2.000 (1 cells), fa2 4.000 (1 cells)" in means
     assert "all cells: fa2 2.000 (1 cells)" in means  # ours over fa2, but not over fp8
@@ -311,7 +300,7 @@ def holds_of_gqa(records, printed):
     assert {(r["num_heads_q"], r["num_heads_kv"]) for r in records} == {(4, 2)}
 
 
-def holds_of_deterministic(records, printed):
+def holds_of_bwd(records, printed):
     assert {r["direction"] for r in records} == {"bwd"}
 
 
@@ -364,52 +353,42 @@ def holds_of_block_sparse(records, printed):
 
 
 REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 products
-D64, FWD = ("--head-dim", "64"), ("--direction", "fwd")
+D64, FWD, BWD = ("--head-dim", "64"), ("--direction", "fwd"), ("--direction", "bwd")
+D64_REFERENCE = (*D64, *REFERENCE)
+MEMORY = ("--seqlen", "128", "--baselines", "naive")
+COPIED = [*[OURS, "copy"] * 6, "rotary"]
 RUNGS = [OURS, "triton", "ladder fa2", "ladder fa1", "naive"]
+OF_FP8 = (
+    "speed of fp8 int8 over fp8 e4m3 / fp8 int8 fast accum / fp8 e4m3 fast accum / quantize+int8 / "
+    f"quantize+e4m3 / quantize+int8+smooth_k / {OURS} / math",
+    "speed of quantize+e4m3 over each of the others",
+    "cost of quantize+int8+smooth_k over quantize+int8: us (per cent)",
+)
+OF_GQA = ("gqa bwd, all cells: mha",)
+OF_DETERMINISTIC = (f"deterministic bwd, all cells: {OURS}",)
+OF_CAPTURED = (f"captured bwd, all cells: {OURS}",)
+OF_VARLEN = ("varlen fwd, all cells: dense", "varlen bwd, all cells: dense")
+OF_ROBOT = ("robot fwd, GPU, all cells: math", "robot fwd, host + GPU, all cells: math")
 # Suite → options, providers of the records, what is printed, and what else holds of the records.
 QUICK = {
     "grid": (D64, [OURS, "math", "naive"] * 4, ("bwd d64 causal", "geometric mean"), holds_of_grid),
-    "memory": (
-        ("--seqlen", "128", "--baselines", "naive"), [OURS, "naive"], ("peak memory",),
-        holds_of_memory,
-    ),
-    "gqa": (
-        (*D64, *REFERENCE, "--direction", "bwd"), [OURS, MHA, "math"] * 2,
-        ("gqa bwd, all cells: mha",), holds_of_gqa,
-    ),
-    "deterministic": (
-        (*D64, *REFERENCE), [DETERMINISTIC, OURS] * 2,
-        (f"deterministic bwd, all cells: {OURS}",), holds_of_deterministic,
-    ),
+    "memory": (MEMORY, [OURS, "naive"], ("peak memory",), holds_of_memory),
+    "gqa": ((*D64_REFERENCE, *BWD), [OURS, "mha", "math"] * 2, OF_GQA, holds_of_gqa),
+    "deterministic": (D64_REFERENCE, ["deterministic", OURS] * 2, OF_DETERMINISTIC, holds_of_bwd),
     "captured": (
-        (*D64, *REFERENCE), [CAPTURED, OURS] * 4, (f"captured bwd, all cells: {OURS}",), None,
+        D64_REFERENCE,
+        ["captured", OURS] * 4,
+        (f"captured bwd, all cells: {OURS}",),
+        None,
     ),
-    "fp8": (
-        (*D64, *REFERENCE), [*EIGHT_BIT, OURS, "math"] * 2,
-        (
-            f"speed of {FP8_INT8} over {FP8_E4M3} / {FAST_INT8} / {FAST_E4M3} / {WHOLE_INT8} / "
-            f"{WHOLE_E4M3} / {WHOLE_SMOOTH} / {OURS} / math",
-            f"speed of {WHOLE_E4M3} over each of the others",
-            f"cost of {WHOLE_SMOOTH} over {WHOLE_INT8}: us (per cent)",
-        ),
-        holds_of_fp8,
-    ),
-    "quantize": (
-        D64, [*[OURS, "copy"] * 6, "rotary"], ("q, k rotated, int8", "GB/s"), holds_of_quantize,
-    ),
-    "rotary": (D64, [OURS, IN_8_BITS] * 4, ("speed of 8 bits over flashattn3",), holds_of_rotary),
-    "varlen": (
-        (), [OURS, "dense"] * 24, ("varlen fwd, all cells: dense", "varlen bwd, all cells: dense"),
-        holds_of_varlen,
-    ),
-    "robot": (
-        REFERENCE, [OURS, "math", "naive", ON_FEW_SMS] * 4,
-        ("robot fwd, GPU, all cells: math", "robot fwd, host + GPU, all cells: math"),
-        holds_of_robot,
-    ),
+    "fp8": (D64_REFERENCE, [*EIGHT_BIT, OURS, "math"] * 2, OF_FP8, holds_of_fp8),
+    "quantize": (D64, COPIED, ("q, k rotated, int8", "GB/s"), holds_of_quantize),
+    "rotary": (D64, [OURS, "8 bits"] * 4, ("speed of 8 bits over flashattn3",), holds_of_rotary),
+    "varlen": ((), [OURS, "dense"] * 24, OF_VARLEN, holds_of_varlen),
+    "robot": (REFERENCE, [OURS, "math", "naive", ON_FEW_SMS] * 4, OF_ROBOT, holds_of_robot),
     "ladder": ((*D64, *FWD), RUNGS * 2, ("ladder fwd, all cells: triton",), holds_of_ladder),
     "block-sparse": (FWD, ["ladder fa1"] * 5, (), holds_of_block_sparse),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("suite", QUICK)
@@ -440,7 +419,7 @@ def few_samples(monkeypatch):
 def test_host_suite_on_a_cpu(bench, few_samples):
     records, printed = bench("host", *REFERENCE)
     assert [(r["direction"], r["provider"]) for r in records] == [
-        *(("forward", name) for name in (OURS, WHOLE_INT8, "fa2")),
+        *(("forward", name) for name in (OURS, "quantize+int8", "fa2")),
         *((work, name) for work in list(host_suite.WORK)[1:] for name in (OURS, "fa2")),
         *(
             (work, name)
@@ -457,7 +436,7 @@ def test_host_suite_on_a_cpu(bench, few_samples):
 @pytest.mark.parametrize(
     ("run", "work", "other"),
     [
-        (host_suite.run_rotary_host, "rotary embedding, forward with gradients", IN_8_BITS),
+        (host_suite.run_rotary_host, "rotary embedding, forward with gradients", "8 bits"),
         (host_suite.run_sinks_host, "sinks, forward + backward", "sinks"),
     ],
 )

@@ -9,16 +9,12 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import GPU, ROOT
 
 import flashattn3
 from flashattn3.cli import main
 from flashattn3_bench import command as bench
 from flashattn3_bench.demo import command as demo
-
-no_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="says what a machine without GPU sees"
-)
 
 
 def refusal(capsys, *options: str) -> str:
@@ -140,7 +136,7 @@ def test_lengths_that_a_suite_lacks_are_refused_before_another_suite_runs(monkey
     assert "--suite grid: no case has the asked head dims and lengths" in line
 
 
-@no_gpu
+@pytest.mark.skipif(GPU, reason="says what a machine without GPU sees")
 def test_bench_refuses_the_full_suites_on_a_cpu(capsys):
     assert "only --quick" in refusal(capsys, "bench")
 
@@ -156,13 +152,8 @@ def short_demo(tmp_path, monkeypatch):
 def test_demo_reports_both_losses_and_draws(short_demo, tmp_path, capsys):
     assert short_demo("--attention-backend", "reference") == 0
     printed = capsys.readouterr().out
-    for wanted in (
-        "flashattn3 (reference)",
-        "torch SDPA",
-        "MiB",
-        "the losses agree",
-        demo.CPU_NOTE,
-    ):
+    names = ("flashattn3 (reference)", "torch SDPA", "MiB", "the losses agree")
+    for wanted in (*names, demo.CPU_NOTE):
         assert wanted in printed
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import EVERY_BACKEND, case_named, run_python
 
-from flashattn3 import flash_attn_fp8_func
+from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_varlen_func
 from flashattn3.call.hadamard import _kept
 from flashattn3_bench.checking import Case, call, make_inputs, make_output_gradients
 from flashattn3_bench.checking.cases import dense, varlen
@@ -111,8 +111,6 @@ def test_deterministic_gradients_give_the_same_bits_in_20_runs(case, backend):
 
 @every_backend
 def test_max_seqlen_on_the_gpu_is_not_read(backend):
-    from flashattn3 import flash_attn_varlen_func
-
     case = case_named("varlen")
     tensors = make_inputs(case, "cuda", torch.bfloat16)
     longest = torch.tensor(case.seqlen_q, device="cuda")
@@ -205,7 +203,6 @@ def test_the_tensors_device_is_used(case, backend):
 @every_backend
 def test_a_compiled_training_step(backend):
     """With the CUDA graphs that torch.compile makes of the forward and of the backward."""
-    from flashattn3 import flash_attn_func
 
     def loss(q, k, v, gate):
         out = flash_attn_func(2 * q, k, v, causal=True, deterministic=True, backend=backend)
@@ -229,8 +226,6 @@ def test_a_compiled_training_step(backend):
 
 
 def test_a_compiled_model_captures_cuda_graphs():
-    from flashattn3 import flash_attn_func
-
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda q, k, v: flash_attn_func(q, k, v, causal=True),

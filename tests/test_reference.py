@@ -151,19 +151,17 @@ def test_gradient_of_blind_rows_is_zero_whatever_dlse(value):
     assert blind.any()
     expected = launch.backward(dout, dlse, out, lse, tensors)
     got = launch.backward(dout, dlse.masked_fill(blind, value), out, lse, tensors)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert all(map(torch.equal, got, expected))
 
 
 def test_inputs_are_left_alone():
     case = BY_NAME["softcap-causal"]
     tensors = make_inputs(replace(case, layout="bhsd"), "cpu", torch.float64)
     launch = launch_of(case, tensors)
-    out, lse = launch.forward(tensors)
-    dout, dlse = make_output_gradients(case, tensors)
-    arguments = (*tensors[:3], dout, dlse, out, lse)
-    copies = [x.clone() for x in arguments]
-    launch.backward(dout, dlse, out, lse, tensors)
-    assert all(torch.equal(x, y) for x, y in zip(arguments, copies, strict=True))
+    given = (*make_output_gradients(case, tensors), *launch.forward(tensors))
+    copies = [x.clone() for x in (*tensors[:3], *given)]
+    launch.backward(*given, tensors)
+    assert all(map(torch.equal, (*tensors[:3], *given), copies))
 
 
 def test_autocast_does_not_lower_the_precision():
@@ -172,12 +170,11 @@ def test_autocast_does_not_lower_the_precision():
     launch = launch_of(case, tensors)
     dout, dlse = make_output_gradients(case, tensors)
     plain = launch.forward(tensors)
+    plain += launch.backward(dout, dlse, *plain, tensors)
     with torch.autocast("cpu", torch.bfloat16):
         cast = launch.forward(tensors)
-        cast_gradients = launch.backward(dout, dlse, *cast, tensors)
-    assert all(torch.equal(x, y) for x, y in zip(cast, plain, strict=True))
-    plain_gradients = launch.backward(dout, dlse, *plain, tensors)
-    assert all(torch.equal(x, y) for x, y in zip(cast_gradients, plain_gradients, strict=True))
+        cast += launch.backward(dout, dlse, *cast, tensors)
+    assert all(map(torch.equal, cast, plain))
 
 
 @pytest.mark.parametrize("side", ("q", "k"))

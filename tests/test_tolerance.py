@@ -56,11 +56,10 @@ def lse():
 def checked(outcome, got, reference=None, baseline=None):
     """``check`` of out. reference, baseline: in place of those of the outcome."""
     of_reference, of_baseline, _, rounding = outcome
-    references = (
-        of_reference if reference is None else reference,
-        of_baseline if baseline is None else baseline,
-    )
-    check("out", got, *references, FORWARD_FACTOR, CASE, "tile 64 x 64", rounding=rounding)
+    reference = of_reference if reference is None else reference
+    baseline = of_baseline if baseline is None else baseline
+    place = CASE, "tile 64 x 64"
+    check("out", got, reference, baseline, FORWARD_FACTOR, *place, rounding=rounding)
 
 
 def test_right_results_pass(outcome):
@@ -195,11 +194,9 @@ def test_inputs_lie_in_nan(layout, is_varlen):
     assert used < sum(x.numel() for x in flat)
     assert bool(q.isfinite().all()) is not is_varlen
     again = make_inputs(case, "cpu", torch.float16, requires_grad=True)
-    assert all(x.equal(y) or is_varlen for x, y in zip(again[:3], (q, k, v), strict=True))
-    assert all(
-        x.is_leaf and x.requires_grad and x.stride() == y.stride()
-        for x, y in zip(again[:3], (q, k, v), strict=True)
-    )
+    for x, y in zip(again[:3], (q, k, v), strict=True):
+        assert x.equal(y) or is_varlen
+        assert x.is_leaf and x.requires_grad and x.stride() == y.stride()
 
 
 def test_lse_of_codes_gate(lse):
@@ -349,8 +346,6 @@ def test_the_scales_of_v_make_values_of_what_is_stored(is_varlen, form):
     found = stored.double() * scales_of_v(tensors)
     places = [keys for _, keys in heads_of(values)]
     assert all(torch.equal(found[keys], values.v[keys]) for keys in places)
-    assert (
-        dropped_values(values, scales_of_v(tensors), FP8_DROPPED_WEIGHT, **case.reference_options())
-        .isfinite()
-        .all()
-    )
+    least = FP8_DROPPED_WEIGHT
+    dropped = dropped_values(values, scales_of_v(tensors), least, **case.reference_options())
+    assert dropped.isfinite().all()
