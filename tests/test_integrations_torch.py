@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -62,6 +63,11 @@ def leaves(*lead, heads=(4, 4, 4), lengths=(33, 33), dim=32):
     ]
 
 
+def with_gradients(tensors, **options):
+    out = scaled_dot_product_attention(*tensors, **options)
+    return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+
 def exact(q, k, v, visible=None):
     """Attention over (batch, heads, seqlen, head_dim); visible: (seqlen_q, seqlen_k) bool."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -90,24 +96,18 @@ def test_scaled_dot_product_attention(heads, causal, calls):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_lengths_that_differ(lengths, calls):
-    tensors = leaves(2, lengths=lengths)
-    assert_same_function(scaled_dot_product_attention(*tensors), exact(*tensors), tensors)
-    assert calls == ["flash_attn_func", "backward_of"]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
 def test_causal_is_aligned_as_torch_documents_it(lengths, calls):
     """To the top left in scaled_dot_product_attention, to the bottom right in the operator, which
     torch.nn.attention.bias.causal_lower_right calls."""
-    tensors = leaves(2, lengths=lengths)
-    rows, keys = lengths
-    ones = torch.ones(rows, keys)
+    tensors, (rows, keys) = leaves(2, lengths=lengths), lengths
+    found = scaled_dot_product_attention(*tensors)
+    assert_same_function(found, exact(*tensors), tensors)
     found = scaled_dot_product_attention(*tensors, is_causal=True)
-    assert_same_function(found, exact(*tensors, ones.tril().bool()), tensors)
+    assert_same_function(found, exact(*tensors, torch.ones(lengths).tril().bool()), tensors)
     calls.clear()
     found = torch.ops.aten._scaled_dot_product_flash_attention(*tensors, 0.0, True)[0]
-    assert_same_function(found, exact(*tensors, ones.tril(keys - rows).bool()), tensors)
+    visible = torch.ones(lengths).tril(keys - rows).bool()
+    assert_same_function(found, exact(*tensors, visible), tensors)
     assert calls == ["flash_attn_func", "backward_of"]
 
 
@@ -173,25 +173,19 @@ def test_compiled(compiler, calls):
 
 
 def test_what_flashattn3_does_not_have_goes_to_the_former_kernel(calls):
-    q, k, v = leaves(2, lengths=(20, 47))
-    mask = torch.rand(20, 47) > 0.3
-    cases = (
-        {"is_causal": True},
-        {"attn_mask": mask},
-        {"attn_mask": torch.randn(20, 47)},
-        {"dropout_p": 0.5},
-    )
+    tensors = leaves(2, lengths=(20, 47))
+    masks = torch.rand(20, 47) > 0.3, torch.randn(20, 47)
+    cases = {"is_causal": True}, {"dropout_p": 0.5}, *({"attn_mask": mask} for mask in masks)
 
     def results():
         for options in cases:
             torch.manual_seed(1)
-            out = scaled_dot_product_attention(q, k, v, **options)
-            yield from (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+            yield from with_gradients(tensors, **options)
 
     active = list(results())
     assert calls == []
     restore_flash_attention_impl()
-    assert all(torch.equal(x, y) for x, y in zip(active, results(), strict=True))
+    assert all(map(torch.equal, active, results()))
 
 
 def test_an_argument_that_torch_has_no_kernel_for_either(calls):
@@ -201,19 +195,14 @@ def test_an_argument_that_torch_has_no_kernel_for_either(calls):
 
 
 def test_a_scale_that_no_backend_takes_goes_to_the_former_kernel(calls):
-    tensors = leaves(2)
-
-    def results(scale):
-        out = scaled_dot_product_attention(*tensors, scale=scale)
-        return out, *torch.autograd.grad(out.square().sum(), tensors)
-
-    scales = 1e35, 1e-35
-    active = [results(scale) for scale in scales]
+    tensors, scales = leaves(2), (1e35, 1e-35)
+    active = [with_gradients(tensors, scale=scale) for scale in scales]
     with use_backend("hopper"), pytest.raises(UnsupportedError, match="got 'hopper'"):
-        results(0.1)
+        with_gradients(tensors, scale=0.1)
     restore_flash_attention_impl()
     for found, scale in zip(active, scales, strict=True):
-        torch.testing.assert_close(found, results(scale), rtol=0, atol=0, equal_nan=True)
+        wanted = with_gradients(tensors, scale=scale)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_operators_below_autocast_keep_their_dtype(calls):
@@ -226,19 +215,14 @@ def test_operators_below_autocast_keep_their_dtype(calls):
 
 
 def test_restore_brings_the_former_kernels_back_bit_for_bit(calls):
-    tensors = leaves(2)
-
-    def results():
-        out = scaled_dot_product_attention(*tensors, is_causal=True)
-        return out, *torch.autograd.grad(out.square().sum(), tensors)
-
+    results = partial(with_gradients, leaves(2), is_causal=True)
     restore_flash_attention_impl()
     before = results()
     for _ in range(2):
         activate_flash_attention_impl("FLASHATTN3")
         assert not torch.equal(results()[0], before[0])
         restore_flash_attention_impl()
-        assert all(torch.equal(x, y) for x, y in zip(results(), before, strict=True))
+        assert all(map(torch.equal, results(), before))
     assert calls == ["flash_attn_func", "backward_of"] * 2
 
 
@@ -272,6 +256,19 @@ def edges(*lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
+def exact_of_sequences(queries, keys, values, window=(-1, -1)):
+    """Of lists of (seqlen, heads, head_dim), with a window aligned to the bottom right."""
+    results = []
+    for of in zip(queries, keys, values, strict=True):
+        rows, columns = len(of[0]), len(of[1])
+        offset = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
+        visible = torch.ones(rows, columns, dtype=torch.bool)
+        visible &= offset >= -window[0] if window[0] >= 0 else visible
+        visible &= offset <= window[1] if window[1] >= 0 else visible
+        results.append(exact(*(x.transpose(0, 1)[None] for x in of), visible)[0].transpose(0, 1))
+    return torch.cat(results)
+
+
 @VARLEN
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 0), (3, 2)])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -292,17 +289,8 @@ def test_varlen_attn(window, compiled, calls):
         return_aux=AuxRequest(lse=True),
         **groups,
     )
-    wanted = []
-    for i in range(3):
-        pieces = q[cu_q[i] : cu_q[i + 1]], k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]]
-        rows, keys = len(pieces[0]), len(pieces[1])
-        offset = torch.arange(keys) - (torch.arange(rows)[:, None] + keys - rows)
-        visible = torch.ones(rows, keys, dtype=torch.bool)
-        visible &= offset >= -window[0] if window[0] >= 0 else visible
-        visible &= offset <= window[1] if window[1] >= 0 else visible
-        piece = exact(*(x.transpose(0, 1)[None] for x in pieces), visible)
-        wanted.append(piece[0].transpose(0, 1))
-    assert_same_function(out, torch.cat(wanted), (q, k, v))
+    sequences = (x.split(n) for x, n in ((q, (7, 13, 13)), (k, (9, 13, 18)), (v, (9, 13, 18))))
+    assert_same_function(out, exact_of_sequences(*sequences, window), (q, k, v))
     assert lse.shape == (4, 33)
     assert calls == ["flash_attn_varlen_func", "backward_of"]
 
@@ -341,14 +329,10 @@ def test_varlen_attn_with_a_block_table(num_splits, calls):
     options |= {"window_size": (-1, 0), "enable_gqa": True}
     arguments = q, k, v, edges(3, 4), None, 4, 24
     found = varlen.varlen_attn(*arguments, **options)
-    wanted = []
-    for i, rows in enumerate((slice(0, 3), slice(3, 7))):
-        keys = [x[table[i]].flatten(0, 1)[: used[i]].transpose(0, 1)[None] for x in (k, v)]
-        length = rows.stop - rows.start
-        visible = torch.ones(length, used[i]).tril(int(used[i]) - length).bool()
-        piece = exact(q[rows].transpose(0, 1)[None], *keys, visible)
-        wanted.append(piece[0].transpose(0, 1))
-    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-5)
+    pages = list(zip(table, used, strict=True))
+    keys, values = ([x[own].flatten(0, 1)[:n] for own, n in pages] for x in (k, v))
+    wanted = exact_of_sequences(q.split((3, 4)), keys, values, (-1, 0))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     out = torch.full_like(q, math.nan)
     varlen.varlen_attn_out(out, *arguments, **options)
     assert torch.equal(out, found)
