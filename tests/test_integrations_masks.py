@@ -27,6 +27,7 @@ from test_integrations_transformers import (  # noqa: E402
     ROWS,
     SIZES,
     assert_close,
+    assert_same_logits,
     configured,
     mask_arguments,
     padded,
@@ -94,42 +95,53 @@ def waits(monkeypatch):
     return found
 
 
+def model_of(name, attention, **changes):
+    """A model and the number of masks that its layers ask for."""
+    factory, config = transformers.AutoModelForCausalLM, configured(name, **changes)
+    model = factory.from_config(config, attn_implementation=attention)
+    return model, 1 if name == "Llama" else 2
+
+
 @pytest.mark.parametrize("side", [None, "all ones", "left", "right"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3Text", "GptOss", "Llama4Text"])
 def test_one_wait_in_a_forward(name, side, waits):
     """In the first layer, for all masks: those of windows, of chunks and of all tokens. Without
     padding those of all tokens need none."""
-    config = configured(name, num_hidden_layers=4, layer_types=None)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="counted")
+    model, masks = model_of(name, "counted", num_hidden_layers=4, layer_types=None)
     for _ in range(2):
         waits.clear()
-        model(tokens(), attention_mask=None if side is None else padded(side))
-        masks = len(waits) - 4
-        assert masks == (1 if name == "Llama" else 2)
+        model(tokens(), attention_mask=padded(side))
+        assert len(waits) == masks + 4
         assert waits[:masks] == [0] * masks
         chosen = (1,) if side is not None else (0,) if name == "Llama" else (0, 1)
         assert waits[masks] in chosen
         assert not any(waits[masks + 1 :])
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+STEPS = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+STATIC = {"cache_implementation": "static"}
+
+
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_one_wait_in_a_step_of_generate(name, cache, waits):
-    model = transformers.AutoModelForCausalLM.from_config(
-        configured(name), attn_implementation="counted"
-    )
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    if cache == "static":
-        options["cache_implementation"] = "static"
-    model.generate(tokens(), attention_mask=padded("left"), **options)
-    masks = 1 if name == "Llama" else 2
+    model, masks = model_of(name, "counted")
+    model.generate(tokens(), attention_mask=padded("left"), **STEPS, **cache)
     size = masks + 2
     steps = [sum(waits[i : i + size]) for i in range(0, len(waits), size)]
     assert len(steps) == 6
     # generate copies the masks of a static cache, so each kind of layer reads its own. Before 5.18
     # each mask function looks first whether there is padding.
     looks = masks * (RELEASE < (5, 18))
-    assert max(steps) <= (masks if cache == "static" else 1) + looks
+    assert max(steps) <= (masks if cache else 1) + looks
+
+
+@pytest.mark.skipif(RELEASE < (5, 18), reason="generate before 5.18 passes a mask of ones")
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_no_wait_for_a_static_cache_without_padding(name, waits):
+    model, masks = model_of(name, "counted")
+    model.generate(tokens(), **STEPS, **STATIC)
+    assert len(waits) == 6 * (2 + masks) and not any(waits)
 
 
 def keep_masks():
@@ -151,24 +163,9 @@ def keep_masks():
 def test_a_mask_of_ones_is_none_in_generate(name):
     """So a step describes no mask. 5.18 and newer pass none."""
     found = keep_masks()
-    config = configured(name, sliding_window=64) if name == "Gemma2" else configured(name)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="kept")
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    model.generate(tokens(), attention_mask=padded("all ones"), **options)
-    kinds = 1 if name == "Llama" else 2
-    assert found[kinds:] == [None] * 3 * kinds
-
-
-@pytest.mark.skipif(RELEASE < (5, 18), reason="generate before 5.18 passes a mask of ones")
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
-def test_no_wait_for_a_static_cache_without_padding(name, waits):
-    model = transformers.AutoModelForCausalLM.from_config(
-        configured(name), attn_implementation="counted"
-    )
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    model.generate(tokens(), cache_implementation="static", **options)
-    size = 2 + (1 if name == "Llama" else 2)
-    assert len(waits) == 6 * size and not any(waits)
+    model, masks = model_of(name, "kept", **({"sliding_window": 64} if name == "Gemma2" else {}))
+    model.generate(tokens(), attention_mask=padded("all ones"), **STEPS)
+    assert found[masks:] == [None] * 5 * masks
 
 
 @pytest.mark.skipif(RELEASE < (5, 4), reason="the positions of a static cache are not a tensor")
@@ -177,9 +174,7 @@ def test_no_wait_for_a_static_cache_without_padding(name, waits):
 def test_the_mask_of_a_step_with_a_static_cache_is_a_length(ones):
     """A layer reads nothing of it, and passes it on as cache_seqlens."""
     found = keep_masks()
-    model = transformers.AutoModelForCausalLM.from_config(
-        configured("Llama"), attn_implementation="kept"
-    )
+    model, _ = model_of("Llama", "kept")
     cache = transformers.StaticCache(config=model.config, max_cache_len=30)
     for begin, end in ((0, 19), (19, 20), (20, 21)):
         mask = padded("all ones", rows=end) if ones and RELEASE < (5, 18) else None
@@ -209,25 +204,20 @@ def test_one_wait_in_an_encoder(waits):
     assert waits == [0, 1, 0]
 
 
-def assert_equal_logits(model, eager, mask, tolerance=1e-5):
-    found, wanted = (m(tokens(), attention_mask=mask).logits for m in (model, eager))
-    assert_close(found[mask.bool()], wanted[mask.bool()], tolerance)
-
-
 @torch.no_grad()
 def test_a_mask_that_is_changed_in_place():
-    model, eager = pair(configured("Gemma2"))
+    models = pair(configured("Gemma2"))
     mask = padded("left").bool()  # bool, so that transformers passes the tensor itself
     for start in (6, 0, 9):
         mask[0] = torch.arange(ROWS) >= start
-        assert_equal_logits(model, eager, mask)
+        assert_same_logits(models, mask)
 
 
 @torch.no_grad()
 def test_masks_that_follow_each_other_at_one_address():
-    model, eager = pair(configured("Gemma2"))
+    models = pair(configured("Gemma2"))
     for side in ("left", "all ones", "right", "both", "left"):
-        assert_equal_logits(model, eager, padded(side).bool())
+        assert_same_logits(models, padded(side).bool())
 
 
 def test_threads_read_their_masks_side_by_side(monkeypatch):
@@ -284,12 +274,12 @@ def test_mask_with_a_hole(name, monkeypatch):
     made = []
     from_bool = dense_masks.from_bool
     monkeypatch.setattr(dense_masks, "from_bool", lambda x: made.append(x) or from_bool(x))
-    model, eager = pair(configured(name, num_hidden_layers=4, layer_types=None))
+    models = pair(configured(name, num_hidden_layers=4, layer_types=None))
     mask = padded("left")
     mask[0, 10:12] = 0
-    assert_equal_logits(model, eager, mask)
+    assert_same_logits(models, mask)
     assert len(made) == (1 if name == "Llama" else 2)
-    assert_equal_logits(model, eager, padded("left"))
+    assert_same_logits(models, padded("left"))
     gc.collect()
     assert len(dense_masks._made) == 0
 
@@ -321,7 +311,7 @@ def test_a_step_takes_no_packed_sequences():
 def test_mask_with_a_hole_in_a_compiled_model():
     torch._dynamo.reset()
     model = torch.compile(pair(configured("Llama"))[0], fullgraph=True, backend="aot_eager")
-    mask = padded(None)
+    mask = padded("all ones")
     mask[0, 4] = 0
     with pytest.raises(RuntimeError, match="tokens of a row must follow each other"):
         model(tokens(), attention_mask=mask)
@@ -352,9 +342,9 @@ def test_the_compiler_needs_the_name_of_a_mask_function_alone(monkeypatch):
 @pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
 @torch.no_grad()
 def test_mask_with_a_hole_in_an_encoder():
-    mask = padded(None)
+    mask = padded("all ones")
     mask[0, 4] = 0
-    assert_equal_logits(*pair(transformers.BertConfig(**SIZES), "AutoModelForMaskedLM"), mask)
+    assert_same_logits(pair(transformers.BertConfig(**SIZES), "AutoModelForMaskedLM"), mask)
 
 
 def test_a_bool_mask_of_other_sizes_and_beside_packed_sequences():
@@ -433,34 +423,4 @@ def test_a_copy_alone_is_read():
 @torch.no_grad()
 def test_the_narrowest_windows(window):
     """With a window of 1 every token is a segment of its own."""
-    model, eager = pair(configured("Mistral", sliding_window=window))
-    assert_equal_logits(model, eager, padded("both"))
-
-
-PACKED = torch.cat((torch.arange(9), torch.arange(12)))[None]
-
-
-@pytest.mark.parametrize("name", ["Llama", "GptOss"])
-@torch.no_grad()
-def test_positions_pack_only_without_a_mask(name):
-    """As with transformers' own attention."""
-    found, wanted = (
-        m(tokens(1), attention_mask=padded("all ones", 1), position_ids=PACKED).logits
-        for m in pair(configured(name))
-    )
-    assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_positions_that_are_changed_in_place(mode):
-    """Tensors of inference mode have no version, so the first layer reads them in each forward."""
-    model = pair(configured("GptOss"))[0]
-    with mode():
-        positions = PACKED.clone()
-        logits = []
-        for _ in range(2):
-            logits.append(model(tokens(1), position_ids=positions, use_cache=False).logits)
-            positions.copy_(torch.arange(ROWS))
-        wanted = model(tokens(1), position_ids=positions.clone(), use_cache=False).logits
-    assert_close(logits[1], wanted)
-    assert (logits[0] - wanted).abs().max() > 1e-3
+    assert_same_logits(pair(configured("Mistral", sliding_window=window)), padded("both"))
