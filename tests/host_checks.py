@@ -27,6 +27,7 @@ import pytest
 import torch
 from helpers import H100, WITHOUT_HOPPER, forget_cached_calls
 from host_cached_checks import events_of, expect_same_events, use_cached_calls
+from host_saved_checks import forget_kept_calls
 from test_host_work import work_of
 from torch.utils.checkpoint import checkpoint
 
@@ -74,11 +75,6 @@ def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfl
     return [torch.randn(2, *shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def forget_kept_calls() -> None:
-    for cache in (doors.launch_cache, bhsd._launch_cache):
-        cache.cache_clear()
-
-
 def recorded(host: ctypes.CDLL, call) -> tuple[object, list[list[int]], int]:
     """The result of a call; address and extents of its TMA descriptors; its number of launches."""
     host.host_log(True)
@@ -111,14 +107,10 @@ def expect_sums(host, out, tensors, num_launches, *extents_of_sums):
 
 def check_divided_heads(host):
     """Few work tiles: each query head has a tile, and the tiles of a KV head are summed by the same
-    kernel."""
+    kernel. In a varlen batch the fourth launch, the first, sorts the sequences."""
     tensors = inputs(76, 92, dv=32)
     out = flash_attn_func(*tensors, causal=True)
     expect_sums(host, out, tensors, 3, [64, 92, 2, 2], [32, 92, 2, 2])
-
-
-def check_divided_heads_of_a_varlen_batch(host):
-    """The same; the fourth launch, the first, sorts the sequences."""
     tensors = [x.detach().flatten(0, 1).requires_grad_() for x in inputs(78, 94, dv=32)]
     edges = [torch.tensor([0, 20, n], dtype=torch.int32) for n in (156, 188)]
     out = flash_attn_varlen_func(*tensors, *edges, 136, 168, causal=True)
@@ -234,8 +226,8 @@ def check_operators_of_compiled_graphs(host):
     def without_descriptors(events):
         return [x for x in events if x[0] not in ("descriptor", "strides")]
 
-    bhsd.is_checked, checked = lambda device: False, bhsd.is_checked
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bhsd, "is_checked", lambda device: False)
         for packed in (False, True):
             for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dims": (96, 96)}):
                 tensors = given(**other)
@@ -260,8 +252,6 @@ def check_operators_of_compiled_graphs(host):
             operator(*tensors, edges.long(), edges, *values)
         with pytest.raises(ValueError, match=r"k.dtype must be torch.bfloat16"):
             operator(tensors[0], tensors[1].half(), tensors[2], None, None, *values)
-    finally:
-        bhsd.is_checked = checked
 
 
 def check_calls_like_an_earlier_one(host):
@@ -392,8 +382,8 @@ def check_few_queries_of_many_keys(host):
 
 
 def check_few_queries_of_many_keys_in_packed_batches(host):
-    bhsd.is_checked, checked = lambda device: False, bhsd.is_checked
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bhsd, "is_checked", lambda device: False)
         edges = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (1, 900)]
         shapes = (32, 2), (8, 1800), (8, 1800)
         tensors = [torch.zeros(1, *shape, 128).bfloat16() for shape in shapes]
@@ -402,8 +392,6 @@ def check_few_queries_of_many_keys_in_packed_batches(host):
         found, (out, lse) = launches_of_three(host, call)
         assert found[0][1] > H100.num_sms and len(found) == 2  # the second clears other rows
         assert out.shape == (1, 2, 32, 128) and lse.shape == (1, 32, 2)
-    finally:
-        bhsd.is_checked = checked
 
 
 def check_layers_like_an_earlier_one(host):

@@ -91,12 +91,7 @@ def unplanned(x):
     yield "requires_grad", x.clone().requires_grad_()
 
 
-CHANGES = {
-    EDGES: changed_edges,
-    SINKS: changed_sinks,
-    SLOPES: changed_slopes,
-    BIAS: changed_bias,
-}
+CHANGES = {EDGES: changed_edges, SINKS: changed_sinks, SLOPES: changed_slopes, BIAS: changed_bias}
 # No kernel takes slopes and a bias.
 SCORES = (
     {},

@@ -31,7 +31,7 @@ from flashattn3.run import bhsd, doors, operators
 NODES = "ScaledDotProductFlashAttentionForCpuBackward0", "_AttentionBackward"
 
 
-def forget() -> None:
+def forget_kept_calls() -> None:
     for cache in (doors.launch_cache, bhsd._launch_cache):
         cache.cache_clear()
 
@@ -39,7 +39,7 @@ def forget() -> None:
 def without_node() -> pytest.MonkeyPatch:
     patch = pytest.MonkeyPatch()
     patch.setattr(HopperLaunch, "keep", None)
-    forget()
+    forget_kept_calls()
     operators._plan.cache_clear()  # launches keep that function
     return patch
 
@@ -63,13 +63,13 @@ def check_what_a_call_saves(host):
             for fresh in (True, False):
                 for tensors in calls(is_bhsd):
                     if fresh:
-                        forget()
+                        forget_kept_calls()
                     for _ in range(2):
                         assert saved_by(partial(attention, *tensors)) == saved_of(*tensors, is_bhsd)
                     kind = type(attention(*tensors).grad_fn).__name__
                     assert kind == NODES[1] or has_node
             patch.undo()
-            forget()
+            forget_kept_calls()
 
 
 def check_calls_that_change_scores(host):
@@ -114,7 +114,7 @@ def check_calls_that_change_scores(host):
                     gradients_of(with_hook(out_of, WRONG[kind], index), tensors)
                 errors.append(str(error.value))
             patch.undo()
-            forget()
+            forget_kept_calls()
         assert errors[: len(errors) // 2] == errors[len(errors) // 2 :]
 
 
@@ -129,11 +129,11 @@ def check_checkpoints(host):
                 for n in LENGTHS:
                     leaves = [x.detach().requires_grad_() for x in inputs(n, d=64)]
                     out = around(model, *leaves)
-                    forget()
+                    forget_kept_calls()
                     out.sum().backward()
                     assert all(x.grad.shape == x.shape for x in leaves)
                 patch.undo()
-                forget()
+                forget_kept_calls()
 
 
 def check_exchanged_tensors(host):
@@ -159,7 +159,7 @@ def check_exchanged_tensors(host):
                     with pytest.raises(error, match=rf"flash_attn\w+: saved {what}\.{kind} must"):
                         gradients_of(with_hook(attention, unpack, index), tensors)
             patch.undo()
-            forget()
+            forget_kept_calls()
 
 
 SCORES = {}, {"sinks": torch.zeros(4, requires_grad=True)}
@@ -198,7 +198,7 @@ def check_errors_of_calls_that_a_node_gets(host):
         for call, wrong in calls:
             found = []
             for known in (False, True):
-                forget()
+                forget_kept_calls()
                 if known:
                     attention(q, k, v)
                 with pytest.raises(ValueError, match=r"^flash_attn") as error:
@@ -238,4 +238,4 @@ def check_sinks_without_scores(host):
             planned = operators._plan.cache_info()[:2]
             (gradient,) = torch.autograd.grad(out.sum(), sinks)
             assert not gradient.any() and operators._plan.cache_info()[:2] != planned
-        forget()
+        forget_kept_calls()

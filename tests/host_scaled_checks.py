@@ -18,12 +18,7 @@ from test_rotate_and_quantize import COS, SIN, WRONG, K, Q, V
 from flashattn3 import UnsupportedError, flash_attn_func, masks, rotate_and_quantize
 from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.quantization import (
-    dispatch,
-    embedding_checks,
-    hopper_launch,
-    rotary_quantization,
-)
+from flashattn3.quantization import dispatch, embedding_checks, hopper_launch, rotary_quantization
 from flashattn3.run import operators, quantized
 from flashattn3.run.scaled import launch_cache_of_8_bits
 

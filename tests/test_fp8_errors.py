@@ -135,10 +135,7 @@ VALUE_ERRORS = [
         blocks(v=replace(scaled(half(2, 200, 2, 16)), layout="permuted")),
         "v.shape must be (batch, heads, keys / 16, columns, 16), got (2, 200, 2, 16)",
     ),
-    (
-        blocks(k=scaled(half(2, 100, 2, 16))),
-        "v.shape[-3] must be 100 (k's seqlen), got 200",
-    ),
+    (blocks(k=scaled(half(2, 100, 2, 16))), "v.shape[-3] must be 100 (k's seqlen), got 200"),
     (
         blocks(v=replace(scaled(half(2, 200, 2, 16)), block=64)),
         "v_descale.shape[2] must be 4 (blocks of 64 tokens), got 2",
@@ -163,18 +160,12 @@ VALUE_ERRORS = [
         blocks(**with_mean("k", (2, 1, 16))),
         "k.mean.shape must be (2, 2, 16) (batch, heads, head_dim), got (2, 1, 16)",
     ),
-    (
-        blocks(**with_mean("v")),
-        "v.mean must be None: out would lack it, got a tensor",
-    ),
+    (blocks(**with_mean("v")), "v.mean must be None: out would lack it, got a tensor"),
     (
         blocks(**with_mean("k", dtype=torch.float16)),
         "k.mean.dtype must be torch.float32, got torch.float16",
     ),
-    (
-        blocks(**with_mean("k", device="meta")),
-        "k.mean.device must be cpu as q's, got meta",
-    ),
+    (blocks(**with_mean("k", device="meta")), "k.mean.device must be cpu as q's, got meta"),
 ]
 # 129 rows in blocks of 64, taken for blocks of 128 of 257 rows.
 FEW_ROWS = {side: fp8(129, 2, 16) for side in "qkv"}
@@ -186,10 +177,7 @@ VARLEN_ERRORS = [
         "max_seqlen_q must be at most 129, the number of rows, where q_descale has 3 blocks, "
         "got 257",
     ),
-    (
-        varlen(k=scaled(half(1, 200, 2, 16))),
-        "k.cu_seqlens must be the call's, got None",
-    ),
+    (varlen(k=scaled(half(1, 200, 2, 16))), "k.cu_seqlens must be the call's, got None"),
     (varlen(EDGES[:2]), "q.cu_seqlens.shape must be (3,) as the call's, got (2,)"),
     (
         varlen(q=replace(RAGGED_Q, cu_seqlens=EDGES.to("meta"))),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -129,32 +130,36 @@ def test_files_that_q_crosses_to_the_triton_kernel():
     assert len(found | {kernels + "forward.py"}) <= 7
 
 
-def both_passes(tensors):
+def with_gradients(*tensors):
+    leaves = [x.requires_grad_() for x in tensors]
+    return lambda: flash_attn_func(*leaves, causal=True)
+
+
+def both_passes(*tensors):
     leaves = [x.detach().requires_grad_() for x in tensors]
     dout = torch.ones_like(leaves[0])
     return lambda: torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
 
 
 # Bounds are a quarter above the counts, which vary with the versions of torch and Python.
-FORWARD, WITH_GRADIENTS, BOTH_PASSES, FROM_16_BITS, TINY = 41, 44, 112, 134, 66
-CACHED, CACHED_ON_HOPPER, APPEND_ON_HOPPER, KEPT_ON_HOPPER = 115, 60, 126, 24
-KEPT_APPEND_ON_HOPPER = 38
+EAGER = {
+    "forward": (41, lambda *x: partial(flash_attn_func, *x, causal=True)),
+    "forward with gradients": (44, with_gradients),
+    "both passes": (112, both_passes),
+    "8 bits from 16": (134, lambda *x: partial(flash_attn_fp8_func, *x, causal=True)),
+}
+TINY = 66
+CACHED = {"compiled": 115, "cached_on_hopper": 60}
+APPEND_ON_HOPPER, KEPT_ON_HOPPER, KEPT_APPEND_ON_HOPPER = 126, 24, 38
 NEXT_TOKEN_ON_HOPPER = {"dynamic": 35, "static": 41}
 FORWARD_OPERATOR, BACKWARD_OPERATOR = 44, 48
 DOCUMENTS = 48
 
 
-def test_forward_on_hopper(on_hopper):
-    assert work_of(lambda: flash_attn_func(*on_hopper, causal=True)) <= FORWARD
-
-
-def test_forward_with_gradients_on_hopper(on_hopper):
-    leaves = [x.requires_grad_() for x in on_hopper]
-    assert work_of(lambda: flash_attn_func(*leaves, causal=True)) <= WITH_GRADIENTS
-
-
-def test_forward_and_backward_on_hopper(on_hopper):
-    assert work_of(both_passes(on_hopper)) <= BOTH_PASSES
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_calls_on_hopper(name, on_hopper):
+    bound, call_of = EAGER[name]
+    assert work_of(call_of(*on_hopper)) <= bound
 
 
 def test_operators_of_a_compiled_graph_on_hopper(on_hopper):
@@ -172,10 +177,6 @@ def test_operators_of_a_compiled_graph_on_hopper(on_hopper):
         for bound, call in calls.items():
             assert work_of(call) <= bound
             assert not any("torch/_library" in file for file in all_files_of(call))
-
-
-def test_8_bits_from_16_on_hopper(on_hopper):
-    assert work_of(lambda: flash_attn_fp8_func(*on_hopper, causal=True)) <= FROM_16_BITS
 
 
 @pytest.fixture
@@ -200,15 +201,6 @@ def compiled(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("length", ["tensor", "int"])
-def test_a_cached_call_on_triton(length, compiled):
-    """A length as an int, which grows from call to call, costs no more."""
-    q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
-    given = itertools.count(1) if length == "int" else itertools.repeat(torch.tensor([9]).int())
-    call = flash_attn_with_kvcache
-    assert work_of(lambda: call(q, cache, cache, cache_seqlens=next(given))) <= CACHED
-
-
 @pytest.fixture
 def cached_on_hopper(monkeypatch):
     """Plan cached calls on CPU tensors for an H100, with an operator that does nothing."""
@@ -218,27 +210,27 @@ def cached_on_hopper(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("length", ["tensor", "int"])
-def test_a_cached_call_on_hopper(length, cached_on_hopper):
+def cached_call(length):
     q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
     given = itertools.count(1) if length == "int" else itertools.repeat(torch.tensor([9]).int())
-    call = flash_attn_with_kvcache
-    work = work_of(lambda: call(q, cache, cache, cache_seqlens=next(given)))
-    assert work <= CACHED_ON_HOPPER
+    return lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=next(given))
+
+
+@pytest.mark.parametrize("length", ["tensor", "int"])
+@pytest.mark.parametrize("backend", CACHED)
+def test_a_cached_call(backend, length, request):
+    """A length as an int, which grows from call to call, costs no more."""
+    request.getfixturevalue(backend)
+    assert work_of(cached_call(length)) <= CACHED[backend]
 
 
 def test_a_cached_call_like_the_one_before_on_hopper(cached_on_hopper, monkeypatch):
     """An operator checks it and finds its launch."""
-    q, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 256))
-    length = torch.tensor([9]).int()
-    operators = CachedOperators(lambda *_: q, None, None)
+    call, result = cached_call("tensor"), torch.zeros(1)
+    operators = CachedOperators(lambda *_: result, None, None)
     monkeypatch.setattr(DecodeLaunch, "keep", lambda *_: operators)
-
-    def call():
-        return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
-
     call()
-    assert call() is q and work_of(call) <= KEPT_ON_HOPPER
+    assert call() is result and work_of(call) <= KEPT_ON_HOPPER
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -260,32 +252,26 @@ def test_the_next_token_of_a_model_on_hopper(cache, cached_on_hopper, monkeypatc
     assert call() is q and work_of(call) <= NEXT_TOKEN_ON_HOPPER[cache]
 
 
-def test_a_call_that_appends_like_the_one_before_on_hopper(cached_on_hopper, monkeypatch):
-    """One operator."""
+def appending_call():
+    """With rotary tables."""
     q, new, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 1, 256))
     tables, length = torch.zeros(2, 256, 64), torch.tensor([9]).int()
     named = {"rotary_cos": tables[0], "rotary_sin": tables[1], "cache_seqlens": length}
-    operators = CachedOperators(None, None, lambda *_: q)
+    return partial(flash_attn_with_kvcache, q, cache, cache, new, new, **named, causal=True)
+
+
+def test_a_call_that_appends_like_the_one_before_on_hopper(cached_on_hopper, monkeypatch):
+    """One operator."""
+    call, result = appending_call(), torch.zeros(1)
+    operators = CachedOperators(None, None, lambda *_: result)
     monkeypatch.setattr(DecodeLaunch, "keep", lambda *_: operators)
-
-    def call():
-        return flash_attn_with_kvcache(q, cache, cache, new, new, **named, causal=True)
-
     call()
-    assert call() is q
-    assert work_of(call) <= KEPT_APPEND_ON_HOPPER
+    assert call() is result and work_of(call) <= KEPT_APPEND_ON_HOPPER
 
 
 def test_a_cached_call_that_appends_on_hopper(cached_on_hopper):
-    """With rotary tables: two operators."""
-    q, new, cache = (
-        torch.zeros(1, *n, 128, dtype=torch.bfloat16) for n in ((1, 8), (1, 8), (256, 8))
-    )
-    tables, length = torch.zeros(2, 256, 64), torch.tensor([9]).int()
-    named = {"rotary_cos": tables[0], "rotary_sin": tables[1], "cache_seqlens": length}
-    call = flash_attn_with_kvcache
-    work = work_of(lambda: call(q, cache, cache, new, new, **named, causal=True))
-    assert work <= APPEND_ON_HOPPER
+    """Two operators."""
+    assert work_of(appending_call()) <= APPEND_ON_HOPPER
 
 
 def test_a_mask_of_documents(monkeypatch):

@@ -324,8 +324,3 @@ def test_the_hash_follows_what_is_compiled(table, monkeypatch):
     assert configs_hash() != before
     monkeypatch.setattr(kernel_configs, table, configs[::-1])
     assert configs_hash() != before
-
-
-def test_rows_are_frozen():
-    with pytest.raises(AttributeError):
-        FORWARD_CONFIGS[0].block_m = 1

@@ -154,8 +154,7 @@ def stack_bytes(capability):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "capability",
-    (80, 90, 100, *(pytest.param(x, marks=pytest.mark.sweep) for x in (87, 89, 120))),
+    "capability", (80, 90, 100, *(pytest.param(x, marks=pytest.mark.sweep) for x in (87, 89, 120)))
 )
 def test_kernels_compile_for_every_chip(capability, compilers):
     spilled = compilers.submit(stack_bytes, capability).result()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers import GPU, TRITON_DTYPES, described, needs_hopper, on_hopper_gpu
+from helpers import GPU, TRITON_DTYPES, needs_hopper, on_hopper_gpu
 from test_masks import random_case
 from torch.nn.functional import pad
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, masks
-from flashattn3.backends.hopper import backend as hopper
-from flashattn3.call.dtypes import FP8
 from flashattn3.call.operands import Tensors
 from flashattn3_bench.checking.rounding import gradient_rounding, out_rounding
 from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
@@ -346,10 +343,7 @@ def test_an_exported_program_takes_another_mask():
 
 CAUSAL = masks.window(64, -1, 0)
 ERRORS = (
-    (
-        {"mask": torch.ones(64, 64).bool()},
-        r"mask must be a flashattn3.masks.Mask \(masks",
-    ),
+    ({"mask": torch.ones(64, 64).bool()}, r"mask must be a flashattn3.masks.Mask \(masks"),
     ({"mask": masks.window(63, 1)}, "mask.seqlen_q must be 64 as q's, got 63"),
     ({"mask": masks.window(64, 1, seqlen_k=65)}, "mask.seqlen_k must be 64 as k's, got 65"),
     ({"mask": masks.prefix_lm([1, 2, 3], 64)}, "mask.batch must be 2 as q's, or 1, got 3"),
@@ -385,9 +379,3 @@ def test_explain_shows_the_mask():
     mask = CAUSAL.to(DEVICE)
     explained = flashattn3.explain(q, k, v, mask=mask)
     assert explained.config["mask"] == "0 full and 1 partial of 1 blocks, 0.508 visible"
-    q, k, v = (x.detach().half() for x in (q, k, v))
-    problem = described(Tensors(q, k, v, *(None,) * 7, *mask.tensors))
-    assert hopper.score_reason(problem) is None
-    assert hopper.score_reason(replace(problem, dtype=FP8)) is None
-    wide = replace(problem, dtype=FP8, head_dim=192, head_dim_v=192)
-    assert hopper.score_reason(wide) == "takes a mask of 8 bits up to head_dim 128"

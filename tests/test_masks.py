@@ -400,10 +400,7 @@ def reading_elsewhere():
 ONES = torch.ones(1, 1, 2, 2)
 ERRORS = (
     (lambda: masks.documents([3, -1]), "masks.documents: lengths must be between 0 and 2, got -1"),
-    (
-        lambda: masks.documents([3, 5], seqlen=7),
-        r"lengths.sum\(-1\) must be between 0 and 7",
-    ),
+    (lambda: masks.documents([3, 5], seqlen=7), r"lengths.sum\(-1\) must be between 0 and 7"),
     (lambda: masks.documents(), "lengths must be None beside ids, and given without, got None"),
     (lambda: masks.documents(torch.ones(2).int()), "seqlen must be an int where lengths is"),
     (lambda: masks.documents(torch.ones(2), seqlen=2), "lengths.dtype must be one of"),
@@ -412,10 +409,7 @@ ERRORS = (
     (lambda: masks.documents(8), "lengths must be a sequence of ints or a torch.Tensor, got 8"),
     (lambda: masks.documents([8], causal="no"), "masks.documents: causal must be a bool, got 'no'"),
     (lambda: masks.prefix_lm([2.5], 8), r"prefix_lengths\[...\] must be an int, got 2.5"),
-    (
-        lambda: masks.window(8, 1) and masks.window(8, 2),
-        "neither true nor false; combine masks by",
-    ),
+    (lambda: masks.window(8, 1) and masks.window(8, 2), "neither true nor false; combine masks by"),
     (lambda: masks.prefix_lm([9], 8), "prefix_lengths must be between 0 and 8, got 9"),
     (lambda: masks.window(8, 1, sinks=-1), "masks.window: sinks must be at least 0, got -1"),
     (lambda: masks.window(8.0, 1), "masks.window: seqlen must be an int, got 8.0"),
@@ -426,10 +420,7 @@ ERRORS = (
     (lambda: masks.blocks(ONES.bool(), 0), "block_q must be at least 1, got 0"),
     (lambda: masks.blocks(ONES.bool(), seqlen_k=9), r"selected.shape\[3\] must be 1 blocks of 64"),
     (lambda: masks.tree(torch.tensor([-1, 1])), "each token minus its parent must be between 1"),
-    (
-        lambda: masks.tree([-1, 0]),
-        r"parents must be a torch.Tensor \(batch, seqlen\), got",
-    ),
+    (lambda: masks.tree([-1, 0]), r"parents must be a torch.Tensor \(batch, seqlen\), got"),
     (lambda: masks.from_bool(ONES), "visible.dtype must be torch.bool"),
     (lambda: masks.from_block_mask(ONES), "block_mask must be a BlockMask of torch.nn.attention"),
     (
@@ -441,10 +432,7 @@ ERRORS = (
     (lambda: masks.figure(masks.window(8, 1), "x"), "masks.figure: batch_idx must be an int, got"),
     (lambda: masks.figure(ONES), "masks.figure: mask must be a flashattn3.masks.Mask, got Tensor"),
     (lambda: masks.window(8, 1) & ONES, "the right side of & must be a Mask"),
-    (
-        lambda: masks.window(8, 1) | masks.window(9, 1),
-        r"\(seqlen_q, seqlen_k\) must be \(8, 8\)",
-    ),
+    (lambda: masks.window(8, 1) | masks.window(9, 1), r"\(seqlen_q, seqlen_k\) must be \(8, 8\)"),
     (lambda: masks.window(8, 1) & masks.window(8, 1, device="meta"), "device must be cpu as the"),
     (
         lambda: masks.prefix_lm([1, 2], 8) & masks.prefix_lm([1, 2, 3], 8),

@@ -11,14 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import (
-    EVERY_BACKEND,
-    GPU,
-    SIXTEEN_BIT,
-    TRITON_DTYPES,
-    forward_holds,
-    gradients_hold,
-)
+from helpers import EVERY_BACKEND, GPU, SIXTEEN_BIT, TRITON_DTYPES, forward_holds, gradients_hold
 from hypothesis import HealthCheck, given, seed, settings
 from support.fp8 import make_fp8_inputs, scales_of_v
 from support.strategies import random_cases, random_fp8_problems

@@ -124,10 +124,7 @@ def test_slices_of_a_block_that_is_no_power_of_two(features, constant, device, m
     splits = features.get("num_splits", 1)
     grid = (SLICED.num_m_blocks(70) * 2 * 2 * splits, 1, 1)
     config = config._replace(
-        tiles=config.tiles._replace(forward=SLICED),
-        num_splits=splits,
-        grid=grid,
-        packed=None,
+        tiles=config.tiles._replace(forward=SLICED), num_splits=splits, grid=grid, packed=None
     )
     found = TritonLaunch(problem, config).forward(tensors)
     wanted = REFERENCE.prepare(problem, device_info).forward(tensors)
