@@ -309,18 +309,21 @@ def test_a_mask_goes_through_checkpoints_and_transforms():
 
 
 def layer(q, k, v, lengths, mask):
-    """Attention with a mask that is built in compiled code, and one that is given."""
-    built = masks.documents(lengths, seqlen=q.shape[1], causal=True) & mask
-    return flash_attn_func(q, k, v, mask=built) + flash_attn_func(q, k, v, mask=mask)
+    """Attention with a mask that is built and combined in compiled code, and one that is given."""
+    built = (masks.documents(lengths, seqlen=q.shape[1], causal=True) & mask) | mask.inverse()
+    built |= masks.window(q.shape[1], 0, 0, device=DEVICE)
+    out = flash_attn_func(q, k, v, mask=built) + flash_attn_func(q, k, v, mask=mask)
+    return out + built.density, built
 
 
 @pytest.mark.slow
-def test_compiled_code_takes_masks():
+def test_compiled_code_takes_builds_and_returns_masks():
     q, k, v = inputs((1, 100, 2), 100, 1, 16)
     mask = masks.prefix_lm([10], 100).to(DEVICE)
     arguments = q, k, v, torch.tensor([60, 40], device=DEVICE), mask
-    wanted = layer(*arguments)
-    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+    wanted, of_layer = layer(*arguments)
+    found, built = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+    assert torch.equal(built.to_bool(), of_layer.to_bool())
     torch.testing.assert_close(found, wanted)
     of = torch.autograd.grad(wanted.sum(), (q, k, v))
     for x, y in zip(torch.autograd.grad(found.sum(), (q, k, v)), of, strict=True):

@@ -373,22 +373,6 @@ def test_a_figure_shows_scores_or_blocks(tmp_path):
         masks.figure(masks.window(seqlen, 30, 0)).savefig(tmp_path / "mask.png")
 
 
-def compiled(x, lengths, mask):
-    built = (masks.documents(lengths, seqlen=150, causal=True) & mask) | mask.inverse()
-    built |= masks.window(150, 0, 0)
-    return x + built.density, built
-
-
-@pytest.mark.slow
-def test_masks_are_built_and_combined_in_compiled_code():
-    arguments = torch.ones(2), torch.tensor([100, 50]), masks.prefix_lm([10], 150)
-    wanted, mask = compiled(*arguments)
-    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    x, found = run(*arguments)
-    assert torch.equal(x, wanted)
-    assert torch.equal(found.to_bool(), mask.to_bool())
-
-
 def reading_elsewhere():
     """A block mask whose mask_mod reads a tensor on another device."""
     elsewhere = torch.zeros(9, device="meta")

@@ -269,7 +269,8 @@ def of_the_passes(attend, scaled, leaves, dout, options, edges, wide: bool) -> l
 
 
 def test_where_gradients_pass():
-    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
+    plain = of_q, *others = [x[:1, :40] for x in (Q, K, V)]
+    q, k, v = (x.clone().requires_grad_() for x in plain)
     scaled = rotate_and_quantize(q, k, v, COS, SIN)
     assert all(x.gradient.untyped_storage().nbytes() == 2 for x in scaled)
     (dq,) = torch.autograd.grad(flash_attn_func(*scaled).sum(), q)
@@ -282,11 +283,13 @@ def test_where_gradients_pass():
     checkpointed = checkpoint(lambda *x: flash_attn_func(*rotate_and_quantize(*x, COS, SIN)),
                               q, k, v, use_reentrant=False)  # fmt: skip
     assert torch.equal(torch.autograd.grad(checkpointed.sum(), q)[0], dq)
-    scaled = rotate_and_quantize(q, K, V, COS, SIN)
-    mixed = scaled[0], *(quantize_block_fp8(x, kind=of, hadamard=of == "k", dtype=scaled[i].dtype)
-                         for i, (of, x) in enumerate((("k", K), ("v", V)), 1))  # fmt: skip
-    assert torch.autograd.grad(flash_attn_func(*mixed).sum(), q)[0].shape == q.shape
+    scaled = rotate_and_quantize(q, *others, COS, SIN)
+    mixed = [
+        quantize_block_fp8(x, kind=of, hadamard=of == "k", dtype=like.dtype)
+        for of, x, like in zip("kv", others, scaled[1:], strict=True)
+    ]
+    assert torch.autograd.grad(flash_attn_func(scaled[0], *mixed).sum(), q)[0].any()
     with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
-        torch.func.grad(lambda q: flash_attn_func(*rotate_and_quantize(q, K, V)).sum())(Q)
+        torch.func.grad(lambda q: flash_attn_func(*rotate_and_quantize(q, *others)).sum())(of_q)
     with pytest.raises(ValueError, match=r"gradient\.shape must be"):
-        replace(scaled[0], gradient=Q[:1])
+        replace(scaled[0], gradient=of_q[:, :1])
