@@ -68,7 +68,8 @@ class Server:
         self, model: Model, stored, captures, page_size: int, num_pages: int, chunk: int, slots: int
     ):
         self.model, self.page_size, self.chunk, self.slots = model, page_size, chunk, slots
-        self.device, self.preemptions, self.replays = model.q.device, 0, 0
+        self.device = model.q.device
+        self.preemptions = self.shared = self.replays = 0
         shape = num_pages, page_size, HEADS_KV, DIM
         self.caches = [torch.zeros(shape, device=self.device).to(stored) for _ in range(2)]
         self.descales = {}
@@ -76,8 +77,7 @@ class Server:
             heads = torch.tensor([0.5, 1.5], device=self.device)
             self.descales = {"k_descale": heads.expand(slots, 2).contiguous()}
             self.descales["v_descale"] = self.descales["k_descale"]
-        self.free = list(range(1, num_pages))  # page 0: of slots without a sequence
-        self.users = [0] * num_pages
+        self.num_pages = num_pages
         self.prefixes: dict[tuple[int, ...], int] = {}  # tokens up to the end of a page → the page
         self.graph, self.captures = None, captures
 
@@ -91,7 +91,6 @@ class Server:
             self._step(running)
             for sequence in [x for x in running if len(x.tokens) == x.wanted]:
                 running.remove(sequence)
-                self._release(sequence)
 
     def _share(self, sequence: Sequence) -> None:
         """Begin with the pages that others have written of the same tokens."""
@@ -99,37 +98,26 @@ class Server:
             page = self.prefixes.get(tuple(sequence.tokens[:end]))
             if page is None:
                 break
-            if not self.users[page]:
-                self.free.remove(page)
-            self.users[page] += 1
             sequence.pages.append(page)
             sequence.cached = end
+            self.shared += 1
 
     def _make_room(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """Lend pages for a step; without any the newest sequence has to wait and begin again."""
         for sequence in list(running):
             end = min(len(sequence.tokens), sequence.cached + self.chunk)
             while sequence in running and len(sequence.pages) * self.page_size < end:
-                if self.free:
-                    page = self.free.pop(0)
-                    self._forget(page)
-                    self.users[page] = 1
+                used = {0}.union(*(x.pages for x in running))  # 0: of slots without a sequence
+                free = [page for page in range(self.num_pages) if page not in used]
+                if free:  # those last that others may begin with
+                    page = min(free, key=lambda page: page in self.prefixes.values())
+                    self.prefixes = {key: of for key, of in self.prefixes.items() if of != page}
                     sequence.pages.append(page)
                 else:
                     newest = running.pop()
-                    self._release(newest)
+                    newest.pages, newest.cached = [], 0
                     waiting.insert(0, newest)
                     self.preemptions += 1
-
-    def _forget(self, page: int) -> None:
-        self.prefixes = {key: of for key, of in self.prefixes.items() if of != page}
-
-    def _release(self, sequence: Sequence) -> None:
-        for page in sequence.pages:
-            self.users[page] -= 1
-            if not self.users[page]:
-                self.free.append(page)
-        sequence.pages, sequence.cached = [], 0
 
     def _step(self, running: list[Sequence]) -> None:
         chunks = [x.tokens[x.cached : x.cached + self.chunk] for x in running]
@@ -151,18 +139,13 @@ class Server:
         """Tokens, edges of the chunks or None, cached lengths and the page table."""
         empty = slots - len(running)
         tokens = [token for chunk in chunks for token in chunk] + [0] * empty
-        width = max(len(x.pages) for x in running) if ragged else len(self.users)
+        width = max(len(x.pages) for x in running) if ragged else self.num_pages
         table = [x.pages + [0] * (width - len(x.pages)) for x in running] + [[0] * width] * empty
         edges = [0, *accumulate(map(len, chunks))] if ragged else None
         lengths = [x.cached for x in running] + [0] * empty
+        given = tokens, edges, lengths, table
         of = {"dtype": torch.int32, "device": self.device}
-        edges = None if edges is None else torch.tensor(edges, **of)
-        return (
-            torch.tensor(tokens, **of),
-            edges,
-            torch.tensor(lengths, **of),
-            torch.tensor(table, **of),
-        )
+        return tuple(None if x is None else torch.tensor(x, **of) for x in given)
 
     def _attend(self, tokens, edges, lengths, table) -> Tensor:
         q, k, v = (rows[tokens.long()] for rows in self.model)
@@ -205,17 +188,17 @@ def requests(number: int, longest: int) -> list[Sequence]:
     found = []
     for index in range(number):
         own = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, longest))]
-        tokens = alike[: longest // 2] * (index % 2) + own
+        tokens = alike[: longest // 2] * ((index + 1) % 2) + own
         found.append(Sequence(tokens, len(tokens) + draw.randint(1, 5)))
     return found
 
 
 CASES = [
-    pytest.param("reference", torch.float16, torch.float16, 3, 140, id="reference"),
+    pytest.param("reference", torch.float32, torch.float32, 3, 140, id="reference"),
     pytest.param("reference", torch.float16, E4M3, 3, 140, id="reference-e4m3",
                  marks=pytest.mark.slow),
     *(
-        pytest.param("triton", dtype, stored, 24 if GPU else 3, 900 if GPU else 20,
+        pytest.param("triton", dtype, stored, 24 if GPU else 3, 900 if GPU else 18,
                      id=f"triton-{str(stored)[6:]}", marks=pytest.mark.slow)
         for dtype, stored in ((TRITON_DTYPES[0], TRITON_DTYPES[0]), (torch.float16, E4M3))
     ),
@@ -229,8 +212,10 @@ def test_a_sequence_has_the_bits_of_itself_alone(backend, dtype, stored, number,
     model, captures = Model.of(device, dtype), GPU and backend != "reference"
     together = requests(number, longest)
     with use_backend(backend), use_batch_invariant_mode(split_tokens=128):
-        pages = 3 + max(x.wanted for x in together) // 16  # for the longest one, not for all
-        server = Server(model, stored, captures, 16, pages, chunk=48, slots=4)
+        page_size = 16 if longest > 100 else 8
+        pages = 1 + -(-max(x.wanted for x in together) // page_size)  # 0, and for the longest one
+        slots = min(4, number - 1)
+        server = Server(model, stored, captures, page_size, pages, chunk=48, slots=slots)
         server.serve(together)
         replays = server.replays
         for sequence, alone in zip(together, requests(number, longest), strict=True):
@@ -239,6 +224,5 @@ def test_a_sequence_has_the_bits_of_itself_alone(backend, dtype, stored, number,
             other.serve([alone])
             replays += other.replays
             assert sequence.tokens == alone.tokens
-    assert server.preemptions > 0
+    assert server.preemptions > 0 and server.shared > 0
     assert (replays > 0) == captures
-    assert len(server.free) == len(server.users) - 1 and not any(server.users)
