@@ -631,10 +631,6 @@ def compare_kept_calls(host, like):
                 run(given)
             found = both(host, later, **like)
             assert found.checks == 0 and found.events[0][0] == "launch", found
-    for other in (dense(dtype=torch.half), dense(heads=(4, 4)), paged(size=32)):
-        run(dense())
-        found = both(host, other, **like)
-        assert found.checks == 1 and launches_in(found)
     # The tensors of a known call, other ones after it.
     given = dense(70)
     q, k, v, lengths = given.values()

@@ -155,7 +155,17 @@ def test_append(case, backend, device):
     k, v, caches, arguments = make(case, device)
     wanted = expected(case, k, v, caches, arguments)
     before = [cache.clone() for cache in caches]
-    assert append_kvcache(k, v, *caches, **arguments, backend=backend) is None
+    q = torch.randn(*k.shape[:-2], 6, DIM, device=device, dtype=k.dtype)
+    of_q = {"q": q, "cu_seqlens_q": arguments.get("cu_seqlens_k_new")} if case.rotary_dim else {}
+    rotated = append_kvcache(k, v, *caches, **arguments, **of_q, backend=backend)
+    if not of_q:
+        assert rotated is None
+    else:
+        begins = case.offsets or case.lengths
+        places = [a + i for a, n in zip(begins, case.news, strict=True) for i in range(n)]
+        for x, got, place in zip(q.flatten(0, -3), rotated.flatten(0, -3), places, strict=True):
+            error = (got.double().cpu() - turned(case, x.cpu(), place, arguments)).abs().max()
+            assert error < 2e-3, float(error)
     for found, right, old in zip(caches, wanted, before, strict=True):
         written = right != old.double().cpu()
         assert torch.equal(found.cpu()[~written], old.cpu()[~written]), "slots that are not new"
@@ -227,21 +237,6 @@ def test_appends_of_every_layout(shape, backend, dtype, tables, device):
     for got, truth, old in zip(caches, wanted, before, strict=True):
         kept = truth == old.double()
         assert torch.equal(got[kept], old[kept]) and not kept.all(), "slots that are not new"
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rotated_queries(backend, ragged, device):
-    case = AppendCase("q", (0, 7), (2, 1) if ragged else 2, rotary_dim=10, interleaved=False)
-    k, v, caches, arguments = make(case, device)
-    q = torch.randn(*k.shape[:-2], 6, DIM, device=device, dtype=k.dtype)
-    if ragged:
-        arguments["cu_seqlens_q"] = arguments["cu_seqlens_k_new"]
-    found = append_kvcache(k, v, *caches, **arguments, q=q, backend=backend)
-    places = [a + i for a, n in zip(case.lengths, case.news, strict=True) for i in range(n)]
-    for x, got, place in zip(q.flatten(0, -3), found.flatten(0, -3), places, strict=True):
-        error = (got.double().cpu() - turned(case, x.cpu(), place, arguments)).abs().max()
-        assert error < 2e-3, float(error)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,6 +6,7 @@ The parts about the choice need no GPU.
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 
@@ -134,12 +135,19 @@ def test_ragged_calls_are_chosen_by_their_longest_sequence():
         assert plan.launch.describe()["kernel"] == said
 
 
-def test_sizes_that_change_from_step_to_step_do_not_change_the_choice():
-    problems = {
-        problem_of(tensors_of(batch=batch, seqlen_q=rows, page_size=16))
-        for batch in (1, 7)
-        for rows in (65, 300, 2048)
-    }
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("rows", [(1,), (65, 300, 2048)], ids=str)
+def test_sizes_that_change_from_step_to_step_do_not_change_the_plan(rows, page_size):
+    """Neither batch, capacity, table width, page count nor length is in the key of a plan."""
+    problems = set()
+    for batch, size, seqlen_q in itertools.product((1, 7), (30, 33), rows):
+        lead = (size, page_size) if page_size else (batch, size)
+        cache = torch.empty(*lead, 8, 128, dtype=torch.bfloat16, device="meta")
+        given = {"k_cache": cache, "v_cache": cache}
+        given["cache_seqlens"] = torch.empty(batch, dtype=torch.int32, device="meta")
+        if page_size:
+            given["page_table"] = torch.empty(batch, size, dtype=torch.int32, device="meta")
+        problems.add(problem_of(tensors_of(batch=batch, seqlen_q=seqlen_q, **given)))
     assert len(problems) == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import TRITON_DTYPES, needs_hopper
+from helpers import SIXTEEN_BIT, TRITON_DTYPES, needs_hopper
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs, words_of
 
 import flashattn3
@@ -34,6 +34,15 @@ OF_HOPPER = (
     CacheCase("wide", (700, 2), 9, head_dim=128, head_dim_v=96, tree=True, options=CAUSAL),
 )  # fmt: skip
 BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITON_DTYPES)]
+RUNS = [
+    *((case, *of) for case in CASES for of in BACKENDS),
+    *(
+        pytest.param(case, "hopper", dtype, marks=needs_hopper)
+        for case in (*CASES, *OF_HOPPER)
+        for dtype in SIXTEEN_BIT
+        if case.tree and case.name != "spans"
+    ),
+]
 
 
 @pytest.mark.interpreted(
@@ -42,24 +51,13 @@ BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITO
     )
 )
 @pytest.mark.parametrize(
-    ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")
+    ("case", "backend", "dtype"),
+    RUNS,
+    ids=lambda x: getattr(x, "name", str(x).removeprefix("torch.")),
 )
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_against_float64(case, backend, dtype, device, poisoned_memory):
     inputs = make_cache_inputs(case, device, dtype)
     check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
-
-
-@needs_hopper
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "case",
-    [*(case for case in (*CASES, *OF_HOPPER) if case.tree and case.name != "spans")],
-    ids=lambda case: case.name,
-)
-def test_hopper_against_float64(case, dtype, device, poisoned_memory):
-    inputs = make_cache_inputs(case, device, dtype)
-    check_cached(case, inputs, *call_cached(inputs, backend="hopper"), "hopper")
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
