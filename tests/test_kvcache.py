@@ -129,16 +129,21 @@ SPLIT_CASES = (
 
 
 @interpreted
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
 @pytest.mark.parametrize(
-    ("case", "num_splits"),
-    [*((case, splits) for case in SPLIT_CASES for splits in (0, 3)), (SPLIT, 1), (SPLIT, 256)],
+    ("case", "num_splits", "backend"),
+    [
+        *((case, 0, backend) for case in SPLIT_CASES for backend in ("reference", "triton")),
+        *((case, 3, "triton") for case in SPLIT_CASES),
+        *((SPLIT, splits, "triton") for splits in (1, 256)),
+        *(
+            pytest.param(case, splits, "hopper", marks=needs_hopper)
+            for case, splits in (*((case, 0) for case in SPLIT_CASES), (SPLIT, 1))
+        ),
+    ],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_parts(case, backend, num_splits, device, monkeypatch):
     """Long enough to be cut into parts, which a test shorter than a part would not see."""
-    if backend == "hopper" and num_splits > 1:
-        num_splits = 0
     if backend == "triton":
         _several_ctas(monkeypatch)
     inputs = make_cache_inputs(case, device, torch.float16)
