@@ -726,15 +726,12 @@ def test_hopper_on_ragged_sequences(head_dim, block, device, poisoned_memory):
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_hopper_on_any_strides_and_addresses(hadamard, device):
     big = normal(2, 4, 200, 3, 72, dtype=torch.bfloat16).to(device)
-    views = {
-        "heads first": big[:, 0, :, :, :64].transpose(1, 2).contiguous().transpose(1, 2),
-        "parts of rows": big[:, 1, :, :, 8:72],
-        "odd address": big[:, 2, :, :, 1:65],
-        "expanded": big[:1, 3, :, :1, :64].expand(2, -1, 3, -1),
-        "columns apart": normal(2, 200, 3, 128, dtype=torch.bfloat16).to(device)[..., ::2],
-    }
-    odd_pitch = normal(2, 200, 3, 65, dtype=torch.bfloat16).to(device)
-    for x in (*views.values(), odd_pitch[..., :64]):
+    heads_first = big[:, 0, :, :, :64].transpose(1, 2).contiguous().transpose(1, 2)
+    parts_of_rows, odd_address = big[:, 1, :, :, 8:72], big[:, 2, :, :, 1:65]
+    expanded = big[:1, 3, :, :1, :64].expand(2, -1, 3, -1)
+    columns_apart = normal(2, 200, 3, 128, dtype=torch.bfloat16).to(device)[..., ::2]
+    odd_pitch = normal(2, 200, 3, 65, dtype=torch.bfloat16).to(device)[..., :64]
+    for x in (heads_first, parts_of_rows, odd_address, expanded, columns_apart, odd_pitch):
         assert_hopper_gives_torchs_bytes(x, 128, hadamard)
 
 
@@ -775,14 +772,8 @@ def test_v_gets_slots_where_hopper_takes_it(device):
 )
 def test_the_operator_refuses_what_it_cannot_do(changes, text, device):
     arguments = {"x": torch.zeros(1, 2, 3, 8).half(), "mean": None, "signs": None}
-    arguments |= {
-        "cu_seqlens": None,
-        "block": 64,
-        "max_seqlen": 0,
-        "permuted": False,
-        "int8": False,
-    }
-    arguments |= changes
+    arguments |= {"cu_seqlens": None, "block": 64, "max_seqlen": 0}
+    arguments |= {"permuted": False, "int8": False, **changes}
     there = {
         name: given.to(device) if isinstance(given, torch.Tensor) else given
         for name, given in arguments.items()
