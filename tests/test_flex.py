@@ -146,14 +146,11 @@ def erring():
     window = masks.window(150, 3, 0)
     elsewhere = torch.zeros(9, device="meta")
 
-    def mask_mod(b, h, q, k):
-        return q >= k
-
     def reads(b, h, q, k):
         return elsewhere[q] > k
 
-    block_mask = create_block_mask(mask_mod, None, None, 150, 150, "cpu")
-    block_mask.mask_mod = and_masks(mask_mod, reads)
+    block_mask = create_block_mask(causal, None, None, 150, 150, "cpu")
+    block_mask.mask_mod = and_masks(causal, reads)
     return (
         ({"score_mod": lambda s, *_: s}, "score_mod must be None, got"),
         ({"kernel_options": {"BLOCK_M": 64}}, "kernel_options must be None, got .*torch's own"),
@@ -171,9 +168,8 @@ def erring():
     )
 
 
-@pytest.mark.parametrize("place", range(len(erring())))
-def test_errors_name_the_argument(place):
-    options, message = erring()[place]
+@pytest.mark.parametrize(("options", "message"), erring())
+def test_errors_name_the_argument(options, message):
     given = dict(zip(("query", "key", "value"), inputs(), strict=True))
     with pytest.raises(
         (UnsupportedError, TypeError, ValueError), match=f"flex_attention: {message}"

@@ -28,6 +28,7 @@ from test_integrations_transformers import (  # noqa: E402
     SIZES,
     assert_close,
     assert_same_logits,
+    compiled,
     configured,
     mask_arguments,
     padded,
@@ -204,7 +205,6 @@ def test_one_wait_in_an_encoder(waits):
     assert waits == [0, 1, 0]
 
 
-@torch.no_grad()
 def test_a_mask_that_is_changed_in_place():
     models = pair(configured("Gemma2"))
     mask = padded("left").bool()  # bool, so that transformers passes the tensor itself
@@ -213,7 +213,6 @@ def test_a_mask_that_is_changed_in_place():
         assert_same_logits(models, mask)
 
 
-@torch.no_grad()
 def test_masks_that_follow_each_other_at_one_address():
     models = pair(configured("Gemma2"))
     for side in ("left", "all ones", "right", "both", "left"):
@@ -268,7 +267,6 @@ def test_no_mask_outlives_its_forward():
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
-@torch.no_grad()
 def test_mask_with_a_hole(name, monkeypatch):
     """A Mask is made once for each kind of layer."""
     made = []
@@ -309,8 +307,7 @@ def test_a_step_takes_no_packed_sequences():
 
 
 def test_mask_with_a_hole_in_a_compiled_model():
-    torch._dynamo.reset()
-    model = torch.compile(pair(configured("Llama"))[0], fullgraph=True, backend="aot_eager")
+    model = compiled(pair(configured("Llama"))[0])
     mask = padded("all ones")
     mask[0, 4] = 0
     with pytest.raises(RuntimeError, match="tokens of a row must follow each other"):
@@ -340,7 +337,6 @@ def test_the_compiler_needs_the_name_of_a_mask_function_alone(monkeypatch):
 
 
 @pytest.mark.skipif(not NEW, reason=OLD_ENCODERS)
-@torch.no_grad()
 def test_mask_with_a_hole_in_an_encoder():
     mask = padded("all ones")
     mask[0, 4] = 0
@@ -391,10 +387,7 @@ def test_a_mask_that_its_layer_does_not_read(elsewhere):
     """Empty segments at its end change nothing, and a fault is an assertion on the device."""
     module, qkv, mask = layer_and_mask()
     wanted, _ = fa3.attention(module, *qkv, mask)
-    run = fa3.attention
-    if elsewhere == "a compiled layer":
-        torch._dynamo.reset()
-        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    run = compiled(fa3.attention) if elsewhere == "a compiled layer" else fa3.attention
     copy = mask.clone()  # beside the mask that was read, as layers on other devices get it
     torch.testing.assert_close(run(module, *qkv, copy)[0], wanted)
     copy[2] = 1
@@ -420,7 +413,6 @@ def test_a_copy_alone_is_read():
 
 
 @pytest.mark.parametrize("window", [1, 2])
-@torch.no_grad()
 def test_the_narrowest_windows(window):
     """With a window of 1 every token is a segment of its own."""
     assert_same_logits(pair(configured("Mistral", sliding_window=window)), padded("both"))
