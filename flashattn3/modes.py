@@ -65,7 +65,12 @@ def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
     reason = ", because results are written in place"
     if _is_functionalize(top):
         raise _no_transform(function, "functionalize", reason)
-    if any(map(torch._C._functorch.is_batchedtensor, tensors)):
+    refuse_vmap(function, *tensors, reason=reason)
+
+
+def refuse_vmap(function: str, *tensors: torch.Tensor | None, reason: str = "") -> None:
+    """Raise if vmap maps one of the tensors. reason: why, behind a comma."""
+    if any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
         raise _no_transform(function, "vmap", reason)
 
 

@@ -291,5 +291,7 @@ def test_where_gradients_pass():
     assert torch.autograd.grad(flash_attn_func(scaled[0], *mixed).sum(), q)[0].any()
     with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
         torch.func.grad(lambda q: flash_attn_func(*rotate_and_quantize(q, *others)).sum())(of_q)
+    with pytest.raises(UnsupportedError, match="vmap is not supported"):
+        torch.func.vmap(lambda q: rotate_and_quantize(q).data)(of_q[None])
     with pytest.raises(ValueError, match=r"gradient\.shape must be"):
         replace(scaled[0], gradient=of_q[:, :1])

@@ -18,6 +18,7 @@ from ..modes import (
     is_transformed,
     needs_gradient,
     refuse_gradients,
+    refuse_vmap,
 )
 from .embedding import Embedding, Lengths
 from .embedding_checks import FUNCTION, Scheme, checked
@@ -179,5 +180,6 @@ def _refuse(given: tuple[Tensor | None, ...], cos: Tensor | None, sin: Tensor | 
     """Raise where a gradient cannot pass."""
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
         names = "q", "k", "v", "q_norm", "k_norm"
+        refuse_vmap(FUNCTION, *given, cos, sin)
         refuse_gradients(FUNCTION, **dict(zip(names, given, strict=True)))
     refuse_gradients(FUNCTION, rotary_cos=cos, rotary_sin=sin)
