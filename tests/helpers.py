@@ -239,6 +239,12 @@ def case_named(name: str):
     return next(case for case in FORWARD_CASES if case.name == name)
 
 
+def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    of = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [x.contiguous().view(of[x.element_size()]) for x in (found, wanted)]
+    return torch.equal(*bits)
+
+
 def forget_cached_calls() -> None:
     """The plans and checks of cached calls and appends are found anew."""
     of_ops = cached_plans.plan_of, cached_plans._checked_decode, cached_plans._checked_append

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from helpers import same_bits
 
 import flashattn3
 from flashattn3 import (
@@ -22,11 +22,6 @@ from flashattn3.call import batch_invariance
 from flashattn3.call.fields import Options
 from flashattn3.integrations import torch as of_torch
 from flashattn3.run.bhsd import attend_bhsd
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    """Of float32."""
-    return torch.equal(found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32))
 
 
 def test_the_mode_is_split_tokens_of_all_calls(device):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import GPU, TRITON_DTYPES, needs_hopper
+from helpers import GPU, TRITON_DTYPES, needs_hopper, same_bits
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 from torch import Tensor
 
@@ -107,14 +107,6 @@ def sequences_of(name: str, lengths: tuple, device, backend: str, dtype, span=SP
         for kept, x in zip(found, (q, k, v, out[0], lse[0].T), strict=False):
             kept.append(x)
     return found
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    return torch.equal(bits(found.contiguous()), bits(wanted.contiguous()))
 
 
 def random_call(of: Sequences, draw: random.Random) -> tuple[dict, list[tuple]]:
@@ -363,6 +355,7 @@ NOT_PROMISED = [
     ({"alibi_slopes": torch.ones(2)}, "split_tokens=128: takes no alibi_slopes"),
     ({"bias": half(1, 1, 4, 4)}, "split_tokens=128: takes no bias"),
     ({"mask": flashattn3.masks.prefix_lm([2], 4)}, "split_tokens=128: takes no mask"),
+    ({"dtype": torch.float8_e4m3fn}, "split_tokens=128: a block of tokens"),
 ]
 
 
@@ -377,13 +370,8 @@ def test_invalid_spans_have_an_error(changed, text):
 
 @pytest.mark.parametrize(("changed", "text"), NOT_PROMISED, ids=lambda x: next(iter(x), ""))
 def test_options_that_break_the_promise_are_refused_by_name(changed, text, device):
-    q = half(1, 4, 2, 32).to(device)
+    changed = dict(changed)
+    q = half(1, 4, 2, 32).to(device, changed.pop("dtype", torch.float16))
     changed = {name: x.to(device) if hasattr(x, "to") else x for name, x in changed.items()}
     with pytest.raises(flashattn3.UnsupportedError, match=text):
         flash_attn_func(q, q, q, split_tokens=128, **changed)
-
-
-def test_8_bits_are_refused_by_name(device):
-    q = half(1, 4, 2, 32).to(device, torch.float8_e4m3fn)
-    with pytest.raises(flashattn3.UnsupportedError, match=r"split_tokens=\d+: a block of tokens"):
-        flash_attn_func(q, q, q, split_tokens=128)
