@@ -15,6 +15,7 @@ from torch import Tensor
 from ..call.arguments import integer
 from ..call.cache_descales import OF_KEYS, kind_of
 from ..call.cached import DecodeOptions, DecodeTensors, Lengths
+from ..call.tensor_checks import check_device
 from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
 from .cached_operators import run_combine
 
@@ -60,6 +61,7 @@ def check_prefix(
     function, cache = options.function, tensors.k_cache
     wanted = "a tensor with prefix_page_table: k_cache has pages"
     expect(tensors.page_table is not None, function, "page_table", wanted, None)
+    check_device(function, "prefix_page_table", prefix.page_table, tensors.q.device, "q")
     if isinstance(cache, Tensor) and cache.ndim == 4 and isinstance(prefix.length, int):
         most = prefix.page_table.shape[1] * cache.shape[1]
         wanted = f"at most {most}, the tokens of its pages"
