@@ -58,19 +58,17 @@ inline void start_cta(Cta& cta, int block, const Grid& grid, uint32_t seed) {
 
 enum class State { kDone, kStuck, kRuns };
 
-// Lets the lanes of a warp run until all of them wait or have ended, or the warp sleeps.
+// Lets each lane of a warp that does not wait run until it does. One that need not wait any more
+// goes on in the next round: if warps ran further, those that read a buffer would always be faster
+// than the copy that overwrites it too early.
 inline void run_warp(Cta& cta, int number) {
   const Warp& warp = cta.warps[number];
-  for (bool any = true; any;) {
-    any = false;
-    for (cta.thread = number * 32; cta.thread < number * 32 + 32; ++cta.thread) {
-      Fiber& fiber = self();
-      if (fiber.done || fiber.paused_in == cta.round || !fiber.wait.is_over()) continue;
-      fiber.wait.word = nullptr;
-      exchange(scheduler, fiber.context);
-      if (warp.sleeps_until >= cta.round) return;
-      any = true;
-    }
+  for (cta.thread = number * 32; cta.thread < number * 32 + 32; ++cta.thread) {
+    Fiber& fiber = self();
+    if (fiber.done || fiber.paused_in == cta.round || !fiber.wait.is_over()) continue;
+    fiber.wait.word = nullptr;
+    exchange(scheduler, fiber.context);
+    if (warp.sleeps_until >= cta.round) return;
   }
 }
 
