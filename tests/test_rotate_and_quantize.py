@@ -291,7 +291,14 @@ def test_where_gradients_pass():
     assert torch.autograd.grad(flash_attn_func(scaled[0], *mixed).sum(), q)[0].any()
     with pytest.raises(UnsupportedError, match="there is no gradient through FP8"):
         torch.func.grad(lambda q: flash_attn_func(*rotate_and_quantize(q, *others)).sum())(of_q)
-    with pytest.raises(UnsupportedError, match="vmap is not supported"):
-        torch.func.vmap(lambda q: rotate_and_quantize(q).data)(of_q[None])
+    positions, edges = torch.arange(40).view(1, 1, 40), torch.tensor([[0, 40]], dtype=torch.int32)
+    mapped = (
+        (lambda q: rotate_and_quantize(q), of_q[None]),
+        (lambda x: rotate_and_quantize(of_q, None, None, COS, SIN, positions=x), positions),
+        (lambda x: rotate_and_quantize(of_q[0], cu_seqlens=x, max_seqlen=40), edges),
+    )
+    for function, x in mapped:
+        with pytest.raises(UnsupportedError, match="vmap is not supported"):
+            torch.func.vmap(lambda x, function=function: function(x).data)(x)
     with pytest.raises(ValueError, match=r"gradient\.shape must be"):
         replace(scaled[0], gradient=of_q[:, :1])

@@ -90,7 +90,7 @@ def rotate_and_quantize(
             return _records(of_own_tensors, found, scheme, cu_seqlens, v)
     if found is None:
         longest, scheme = (_checked if plain else checked)(*call)
-        _refuse((q, k, v, q_norm, k_norm), rotary_cos, rotary_sin)
+        _refuse(tensors)
     else:
         longest = None if cu_seqlens is None else min(max_seqlen, q.shape[0])
     if num_heads_q is not None:
@@ -176,10 +176,10 @@ def _key_of(tensors: tuple, *others: object) -> tuple | None:
         return None
 
 
-def _refuse(given: tuple[Tensor | None, ...], cos: Tensor | None, sin: Tensor | None) -> None:
-    """Raise where a gradient cannot pass."""
+def _refuse(tensors: tuple[Tensor | None, ...]) -> None:
+    """Raise for a tensor that vmap maps, and where a gradient cannot pass."""
+    q, k, v, cos, sin, _, q_norm, k_norm, _ = tensors
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
-        names = "q", "k", "v", "q_norm", "k_norm"
-        refuse_vmap(FUNCTION, *given, cos, sin)
-        refuse_gradients(FUNCTION, **dict(zip(names, given, strict=True)))
+        refuse_vmap(FUNCTION, *tensors)
+        refuse_gradients(FUNCTION, q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
     refuse_gradients(FUNCTION, rotary_cos=cos, rotary_sin=sin)
