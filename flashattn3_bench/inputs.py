@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
 
     @property
     def leaves(self) -> list[Tensor]:
-        """q, k and v as tensors that get a gradient."""
+        """q, k and v as tensors that get a gradient, new ones in every access."""
         return [x.detach().requires_grad_() for x in self[:3]]
 
 
