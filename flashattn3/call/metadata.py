@@ -25,6 +25,7 @@ class Metadata(NamedTuple):
 
     @property
     def rows_are_dense(self) -> bool:
+        # Not "not self.shape": the compiler cannot negate a symbolic shape.
         return len(self.shape) == 0 or self.shape[-1] <= 1 or self.stride[-1] == 1
 
     @property

@@ -21,11 +21,11 @@ from .arguments import expect_strided
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
-from .tensor_fields import CHANGES, EDGES, FOUND, ROWS, SCORE_TENSORS, TENSORS, schema
+from .tensor_fields import EDGES, FOUND, ROWS, SCORE_ARGUMENTS, SCORE_TENSORS, TENSORS, schema
 from .value_checks import check_same_values, is_checked
 
 SIDES = tuple(field.name for field in TENSORS if field.kind is ROWS)
-NO_SCORES = (None,) * len(CHANGES)
+NO_SCORES = (None,) * len(SCORE_ARGUMENTS)
 
 
 class Scaled(NamedTuple):
@@ -101,7 +101,7 @@ def changes_scores(tensors: Tensors) -> bool:
 
 
 def scores_of(tensors: Tensors) -> tuple[Tensor | None, ...]:
-    """Those of CHANGES; torch 2.8 traces no slice of a NamedTuple."""
+    """Those of SCORE_ARGUMENTS; torch 2.8 traces no slice of a NamedTuple."""
     return tensors.sinks, tensors.alibi_slopes, tensors.bias
 
 

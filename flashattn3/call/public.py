@@ -13,10 +13,10 @@ from .batch_invariance import span_of_all_calls
 from .fields import CALL, Description
 from .foreign import translated
 from .selection import named_backend
-from .tensor_fields import CHANGES
+from .tensor_fields import SCORE_ARGUMENTS
 
 F = TypeVar("F", bound=Callable)
-_SCORES = f"None if {' is '.join(CHANGES)} is None else ({', '.join(CHANGES)})"
+_SCORES = f"None if {' is '.join(SCORE_ARGUMENTS)} is None else ({', '.join(SCORE_ARGUMENTS)})"
 # Options that torch.use_deterministic_algorithms, ``use_backend`` and batch-invariant mode ask of
 # all calls, with the values of a call that asks for nothing itself.
 OF_ALL_CALLS = {"deterministic": False, "backend": None, "split_tokens": None}
@@ -75,7 +75,7 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
 def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
     """Decorator of a public function, which has a signature and a docstring: the call's options are
     read by the fields of its description, its other arguments go to ``form(options, ...)``. A form
-    with the argument ``scores`` takes CHANGES as a tuple, or None where a call has none of them.
+    with the argument ``scores`` takes SCORE_ARGUMENTS as a tuple, None where a call has none.
 
     The function is compiled from its signature, as namedtuple and dataclass do it, so that Python
     binds the arguments and no call fills a dictionary. Keywords that are not in the signature go to
@@ -87,7 +87,7 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
         fields = description.fields
         passed = {name: (name,) for name in signature(form).parameters if name != "options"}
         if "scores" in passed:
-            passed["scores"] = CHANGES
+            passed["scores"] = SCORE_ARGUMENTS
         taken = [name for group in passed.values() for name in group]
         names = [name for name in parameters if name in fields and name not in taken]
         names.sort(key=lambda name: name != "window_size")
@@ -101,7 +101,7 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
             required = parameter.default is parameter.empty
             heads.append(name if required else f"{name}=defaults[{name!r}]")
         given = ", ".join(f"{name!r}: {name}" for name in parameters)
-        results = [_SCORES if group is CHANGES else name for name, group in passed.items()]
+        results = [_SCORES if group is SCORE_ARGUMENTS else name for name, group in passed.items()]
         source = (
             "def make(form, read, translated, defaults):\n"
             f"    def {function}({', '.join(heads)}, **foreign):\n"

@@ -72,8 +72,8 @@ SCORE_TENSORS = (
         for name in ("entries", "work", "tiles")
     ),
 )
-# Those that are arguments of the public functions.
-CHANGES = tuple(field.name for field in SCORE_TENSORS if field.kind is not MASK)
+# Those that are arguments of the public functions; the mask's come in one object.
+SCORE_ARGUMENTS = tuple(field.name for field in SCORE_TENSORS if field.kind is not MASK)
 # The tensors of a cached call and of an append; CACHED_PLAN says what of them a plan depends on. A
 # letter says that an append writes the tensor.
 REQUIRED, OPTIONAL = Kind("Tensor", ()), Kind("Tensor?", ())
