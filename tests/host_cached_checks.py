@@ -495,6 +495,7 @@ def check_kept_calls_of_changed_tensors(host):
         (known | {"rotary_seqlens": ints(1, 2, 3)}, 2),
         (known | {"sinks": torch.zeros(8)}, 0),
         (known | {"sinks": torch.zeros(8).bfloat16()}, 2),
+        (known | {"sinks": torch.zeros(16)[::2]}, 2),  # are copied
         (known | {"k": Parameter(known["k"], requires_grad=False)}, 2),
         (known | {"out": Parameter(torch.zeros_like(known["q"]), requires_grad=False)}, 2),
     )

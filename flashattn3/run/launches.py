@@ -223,7 +223,9 @@ def _with_more(
     sinks = further.sinks
     if not (out is None or type(out) is Tensor) or _need_gradient(out, sinks):
         return None, ()
-    if sinks is not None and not (type(sinks) in _DENSE and sinks.dtype is torch.float32):
+    if sinks is not None and not (
+        type(sinks) in _DENSE and sinks.dtype is torch.float32 and sinks.is_contiguous()
+    ):  # others are copied
         return None, ()
     *first, k_descale, v_descale = further
     if not (k_descale is v_descale is None):
