@@ -165,9 +165,14 @@ def check_rotations_that_python_does_not_check(host):
         patch.setattr(rotary_quantization, "_checked", lambda *x: counts.append(1) or checked(*x))
         rotate_and_quantize(**rotary_call())
         rotate_and_quantize(Q, K, V, COS, SIN)
-        run = partial(partial, rotate_and_quantize)
-        calls = [(name, run(**call), taken, False) for name, (call, taken) in ROTATIONS.items()]
-        calls += [(name, run(*x, **named), False, True) for name, (x, named, _) in WRONG.items()]
+        calls = [
+            (name, partial(rotate_and_quantize, **call), taken, False)
+            for name, (call, taken) in ROTATIONS.items()
+        ]
+        calls += [
+            (name, partial(rotate_and_quantize, *given, **named), False, True)
+            for name, (given, named, _) in WRONG.items()
+        ]
         found = []
         for name, call, taken, _ in calls:
             counts.clear()

@@ -229,7 +229,7 @@ def name_of(arguments) -> str:
 # bits at some head dims, for registers and instructions of their own.
 ALIKE = {ORIN: A100, RTX3090: L4, L4: A100, LOWERED_H100: A100, B200: A100, RTX5090: L4}
 THREE_DIMS = (96, 128, 256)  # one in parts
-OWN_REGISTERS = {ORIN: (96, 128), B200: (96,), RTX5090: (256,)}
+OWN_REGISTERS = {ORIN: THREE_DIMS, B200: (96,), RTX5090: (256,)}
 OWN_REGISTERS |= {RTX3090: (128,), LOWERED_H100: (256,)}
 # The chip of 8 bits that multiplies int8 alone, and chips with tiles of their own.
 OWN_TILES = {(L4, False): (128, 160, 256), (L4, True): WHOLE_HEAD_DIMS, (RTX3090, True): (128,)}

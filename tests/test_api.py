@@ -108,7 +108,7 @@ def test_available_backends():
 
 
 def test_packed_qkv(device):
-    """Of five axes, and of four, with fewer heads of k and v."""
+    """qkv has five axes, or four, with fewer heads of k and v."""
     qkv = tokens(2, 9, 3, 4, 16, device=device)
     options = {"causal": True, "window_size": (3, 0), "softcap": 2.0}
     found = flash_attn_qkvpacked_func(qkv, **options)

@@ -313,7 +313,8 @@ def holds_of_fp8(records, printed):
 
 
 def holds_of_quantize(records, printed):
-    assert records.pop()["provider"] == quantize_suite.ROTARY
+    rotary = records.pop()
+    assert (rotary["provider"], rotary["quantized_dtype"]) == (quantize_suite.ROTARY, "int8")
     for ours, copy in zip(records[::2], records[1::2], strict=True):
         tensors = 3 if ours["row"].startswith("q, k, v") else 1
         numbers, scales = tensors * 130 * 256, tensors * 2 * 256 // 64
@@ -375,12 +376,7 @@ QUICK = {
     "memory": (MEMORY, [OURS, "naive"], ("peak memory",), holds_of_memory),
     "gqa": ((*D64_REFERENCE, *BWD), [OURS, "mha", "math"] * 2, OF_GQA, holds_of_gqa),
     "deterministic": (D64_REFERENCE, ["deterministic", OURS] * 2, OF_DETERMINISTIC, holds_of_bwd),
-    "captured": (
-        D64_REFERENCE,
-        ["captured", OURS] * 4,
-        (f"captured bwd, all cells: {OURS}",),
-        None,
-    ),
+    "captured": (D64_REFERENCE, ["captured", OURS] * 4, OF_CAPTURED, None),
     "fp8": (D64_REFERENCE, [*EIGHT_BIT, OURS, "math"] * 2, OF_FP8, holds_of_fp8),
     "quantize": (D64, COPIED, ("q, k rotated, int8", "GB/s"), holds_of_quantize),
     "rotary": (D64, [OURS, "8 bits"] * 4, ("speed of 8 bits over flashattn3",), holds_of_rotary),
@@ -404,7 +400,11 @@ def test_quick_suites(suite, bench):
             of_cells.append({})
         of_cells[-1][r["provider"]] = r.get("tflops") or r.get("gb_per_s")
     for r, speeds in zip(records, [x for x in of_cells for _ in x], strict=True):
-        for other, ratio in r.get("speed_ratio", {}).items():
+        timed = {name for name, speed in speeds.items() if speed}
+        others = timed - {r["provider"]} if r["provider"] in timed else set()
+        ratios = r.get("speed_ratio", {})
+        assert ratios.keys() == others, r
+        for other, ratio in ratios.items():
             assert ratio == pytest.approx(speeds[r["provider"]] / speeds[other])
     if holds:
         holds(records, printed)

@@ -253,7 +253,7 @@ def test_the_next_token_of_a_model_on_hopper(cache, cached_on_hopper, monkeypatc
 
 
 def appending_call():
-    """With rotary tables."""
+    """Return a call that appends a token, with rotary tables."""
     q, new, cache = (torch.zeros(1, n, 8, 128, dtype=torch.bfloat16) for n in (1, 1, 256))
     tables, length = torch.zeros(2, 256, 64), torch.tensor([9]).int()
     named = {"rotary_cos": tables[0], "rotary_sin": tables[1], "cache_seqlens": length}

@@ -212,7 +212,7 @@ def test_what_is_refused():
         _flash_attn_varlen_forward(*(q[0],) * 3, edges, edges, 4, 4, *options, leftpad_k=edges[:1])
 
 
-# What a caller gives for a result: its shape from the result's, its dtype, and the message.
+# Tensors that a caller passes for a result and that do not fit it, made from q, and the message.
 WRONG_RESULTS = {
     "broadcast": (lambda x: x.new_empty(3, *x.shape), r"\.shape must be"),
     "converted": (lambda x: torch.empty_like(x, dtype=torch.int32), r"\.dtype must be"),

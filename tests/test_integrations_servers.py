@@ -105,16 +105,20 @@ def test_what_only_a_fork_has_is_refused_by_name(changed, text, batch):
     assert text in str(raised.value)
 
 
-def abstract(name: str, *methods: str) -> type:
-    """A class whose methods must be overridden, with an __init__ of any arguments."""
+def abstract(name: str, *methods: str, init=lambda *_: None) -> type:
+    """A class whose methods must be overridden. init: its __init__, which a subclass may call."""
     bodies = {method: abstractmethod(lambda *_: None) for method in methods}
-    return ABCMeta(name, (), {"__init__": lambda *_: None} | bodies)
+    return ABCMeta(name, (), {"__init__": abstractmethod(init), **bodies})
+
+
+def init_of_builder(self, kv_cache_spec, layer_names, vllm_config, device):
+    """Takes exactly these arguments, as vLLM's."""
 
 
 CLASSES = {
     "AttentionBackend": abstract("Backend", "get_name", "get_impl_cls", "get_builder_cls"),
-    "AttentionMetadataBuilder": abstract("Builder", "__init__", "build"),
-    "AttentionImpl": abstract("Impl", "__init__", "forward"),
+    "AttentionMetadataBuilder": abstract("Builder", "build", init=init_of_builder),
+    "AttentionImpl": abstract("Impl", "forward"),
 }
 
 

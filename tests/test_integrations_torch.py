@@ -257,7 +257,7 @@ def edges(*lengths):
 
 
 def exact_of_sequences(queries, keys, values, window=(-1, -1)):
-    """Of lists of (seqlen, heads, head_dim), with a window aligned to the bottom right."""
+    """Compute lists of (seqlen, heads, head_dim), with a window aligned to the bottom right."""
     results = []
     for of in zip(queries, keys, values, strict=True):
         rows, columns = len(of[0]), len(of[1])

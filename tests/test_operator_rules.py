@@ -25,7 +25,7 @@ from flashattn3.run import cached_plans, operator_rules
 
 
 def flops(function, *tensors, **options):
-    """Of the forward and of the backward, in units of 2: a multiplication and an addition."""
+    """Count the forward's and the backward's, in units of a multiplication and an addition."""
     register_flop_formulas()
     leaves = [x.requires_grad_() if x.is_floating_point() else x for x in tensors]
     with FlopCounterMode(display=False) as forward:

@@ -1,4 +1,4 @@
-// What the programs know of a kernel's results: the softmax of a row, the worst element, and which
+// The programs share these checks of results: the softmax of a row, the worst element, and which
 // elements may be written.
 #pragma once
 
