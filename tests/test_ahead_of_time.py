@@ -396,9 +396,11 @@ def test_kernels_that_change_scores_fit_their_chip(compilers, chip, head_dim, na
 
 def test_dq_is_added_once(compiled):
     chip, head_dim, features, dtype_name, reports = compiled
-    for report in reports:
-        if report.kernel == "bwd" and features in ("varlen-causal-window", "full"):
-            assert_dq_is_added_once(report, chip, head_dim, features, dtype_name)
+    added = [report for report in reports if report.kernel == "bwd"]
+    if not added or features not in ("varlen-causal-window", "full"):
+        pytest.skip("its loops over dQ are not counted")
+    for report in added:
+        assert_dq_is_added_once(report, chip, head_dim, features, dtype_name)
 
 
 # Without a mask, in bfloat16: Orin's Triton compiles these in .ci/run too.

@@ -31,3 +31,5 @@ def test_two_processes():
         timeout=500,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    if "ring" not in checks:
+        pytest.skip("DTensor and FSDP2 passed; ring attention needs torch 2.11")

@@ -216,6 +216,7 @@ def test_what_is_refused():
 WRONG_RESULTS = {
     "broadcast": (lambda x: x.new_empty(3, *x.shape), r"\.shape must be"),
     "converted": (lambda x: torch.empty_like(x, dtype=torch.int32), r"\.dtype must be"),
+    "moved": (lambda x: torch.empty_like(x, device="meta"), r"\.device must be"),
     "no tensor": (lambda x: 3, " must be a torch.Tensor or None, got 3"),
 }
 

@@ -48,7 +48,7 @@ def random_case(draw: random.Random) -> CacheCase:
         num_heads_q=group * heads_kv,
         num_heads_kv=heads_kv,
         head_dim=dim,
-        head_dim_v=draw.choice((dim, dim, 23)),
+        head_dim_v=draw.choice((dim, dim, 23, 24)),
         page_size=page,
         capacity=max(lengths) + draw.choice((0, 1, 70)),
         layout=draw.choice(("nhd", "hnd", "one")),
