@@ -26,7 +26,7 @@ from .dtypes import EIGHT_BIT, FP8, FULL_PRECISION, SIXTEEN_BIT
 from .metadata import Metadata
 from .scheduler_metadata import metadata_size
 from .scores import check_sinks, check_slopes
-from .tensor_checks import check_device, check_int32
+from .tensor_checks import check_device, check_given, check_int32
 
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
 MAX_TREE_TOKENS = 64  # new tokens of a sequence with a tree_mask
@@ -253,10 +253,7 @@ def check_out(
     function: str, name: str, out: Metadata, shape: tuple, dtype, device, of: str
 ) -> None:
     """A tensor that the caller allocated for a result. of: the name of what has the device."""
-    found = tuple(out.shape)
-    expect(found == tuple(shape), function, f"{name}.shape", tuple(shape), found)
-    expect(out.dtype == dtype, function, f"{name}.dtype", dtype, out.dtype)
-    check_device(function, name, out, device, of)
+    check_given(function, name, out, shape, dtype, device, of)
     expect(out.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(out.stride)[-1])
     wanted = "without a stride of 0: every row is written"
     expect(not out.is_expanded, function, f"{name}.stride", wanted, tuple(out.stride))

@@ -13,6 +13,17 @@ def check_device(function: str, name: str, x: Metadata, device: torch.device, of
     expect(x.device == device, function, f"{name}.device", f"{device} as {of}'s", x.device)
 
 
+def check_given(
+    function: str, name: str, x, shape: tuple, dtype: torch.dtype, device: torch.device, of: str
+) -> None:
+    """Raise unless a tensor that the caller gives has the shape, dtype and device of a result. x:
+    the tensor or its metadata. of: as in ``check_device``."""
+    wanted, found = tuple(shape), tuple(x.shape)
+    expect(found == wanted, function, f"{name}.shape", wanted, found)
+    expect(x.dtype == dtype, function, f"{name}.dtype", dtype, x.dtype)
+    check_device(function, name, x, device, of)
+
+
 def check_int32(
     function: str, name: str, x: Metadata, ndim: int, device: torch.device, of: str
 ) -> None:

@@ -8,7 +8,8 @@ from inspect import signature
 
 import torch
 
-from ..errors import expect, shown, type_error
+from ..call.tensor_checks import check_given
+from ..errors import shown, type_error
 
 
 def one_pass(function: Callable, older: Callable | None = None) -> Callable:
@@ -65,7 +66,4 @@ def _check_given(function: str, name: str, given: object, result: torch.Tensor) 
         return
     if not isinstance(given, torch.Tensor):
         raise type_error(function, name, "a torch.Tensor or None", shown(given))
-    wanted, found = tuple(result.shape), tuple(given.shape)
-    expect(found == wanted, function, f"{name}.shape", wanted, found)
-    expect(given.dtype == result.dtype, function, f"{name}.dtype", result.dtype, given.dtype)
-    expect(given.device == result.device, function, f"{name}.device", result.device, given.device)
+    check_given(function, name, given, result.shape, result.dtype, result.device, "q")

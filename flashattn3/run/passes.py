@@ -23,6 +23,7 @@ from ..call.operands import (
     with_keys_in_rows,
 )
 from ..call.problem import check
+from ..call.tensor_checks import check_given
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from ..modes import refuse_tangents
 from .derivative import differentiated
@@ -130,9 +131,7 @@ def _check_tensor(
     if not isinstance(x, Tensor):
         raise type_error(function, name, "a torch.Tensor", shown(x))
     expect_strided(function, name, x)
-    expect(tuple(x.shape) == shape, function, f"{name}.shape", shape, tuple(x.shape))
-    expect(x.dtype == dtype, function, f"{name}.dtype", dtype, x.dtype)
-    expect(x.device == q.device, function, f"{name}.device", f"{q.device} as q's", x.device)
+    check_given(function, name, x, shape, dtype, q.device, "q")
     _refuse_gradients(function, **{name: x})
 
 
