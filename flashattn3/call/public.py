@@ -85,13 +85,13 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
     def decorate(described: F) -> F:
         function, parameters = described.__name__, signature(described).parameters
         fields = description.fields
-        passed = {name: (name,) for name in signature(form).parameters if name != "options"}
-        if "scores" in passed:
-            passed["scores"] = SCORE_ARGUMENTS
-        taken = [name for group in passed.values() for name in group]
+        passed = [name for name in signature(form).parameters if name != "options"]
+        taken = {*passed}
+        if "scores" in taken:
+            taken = taken - {"scores"} | {*SCORE_ARGUMENTS}
         names = [name for name in parameters if name in fields and name not in taken]
         names.sort(key=lambda name: name != "window_size")
-        unread = parameters.keys() - {*names, *taken} | set(taken) - parameters.keys()
+        unread = parameters.keys() - {*names, *taken} | taken - parameters.keys()
         if unread:
             raise TypeError(f"{function}: no field and no argument of {form.__name__}: {unread}")
         heads, star = [], False
@@ -101,7 +101,7 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
             required = parameter.default is parameter.empty
             heads.append(name if required else f"{name}=defaults[{name!r}]")
         given = ", ".join(f"{name!r}: {name}" for name in parameters)
-        results = [_SCORES if group is SCORE_ARGUMENTS else name for name, group in passed.items()]
+        results = [_SCORES if name == "scores" else name for name in passed]
         source = (
             "def make(form, read, translated, defaults):\n"
             f"    def {function}({', '.join(heads)}, **foreign):\n"
