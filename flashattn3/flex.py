@@ -169,7 +169,7 @@ def _sources(block_mask: object) -> Sources:
 
 
 def _same(sources: Sources, others: Sources) -> bool:
-    """Whether both are the same tensors in the same versions, which are known."""
+    """Return whether both have the same tensors, and each in the same version, which is known."""
     both = zip(sources, others, strict=False)
     same = (x is y and i == j and i is not None for (x, i), (y, j) in both)
     return len(sources) == len(others) and all(same)

@@ -59,7 +59,7 @@ DECODERS = {
     },
     "GPT2": {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
-# What these give masks and layers, another gives: Qwen2 (windows) or Llama.
+# Qwen2 (windows) or Llama has the same kinds of masks and layers as each of these.
 ALIKE = ("Mistral", "Gemma3Text", "Qwen3", "Mixtral", "Qwen2Moe")
 ROWS, NEW_TOKENS = 21, 8
 REFUSED = UnsupportedError, RuntimeError  # the latter of an assertion in compiled code

@@ -136,7 +136,7 @@ def test_the_table_of_shapes_of_models():
 
 
 def test_the_tables_of_varlen_batches():
-    """Of all heads, and of grouped queries, with kernels that do not divide the work too."""
+    """One table has all heads, the other grouped queries, also where kernels divide no work."""
     found, undivided = (
         speed_ratios(f"h100-backward/{name}.jsonl", "flashattn3", "dense", "bwd")
         for name in ("varlen", "varlen-undivided")

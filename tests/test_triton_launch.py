@@ -270,7 +270,7 @@ def columns_of(launch, aligned) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("dims", FORWARD_PARTS)
 def test_the_forward_multiplies_columns_in_parts(dims):
-    """With WGMMA, where loads are pipelined: of aligned tensors with even strides."""
+    """WGMMA needs pipelined loads: those of aligned tensors with even strides."""
     parts = FORWARD_PARTS[dims]
     whole = tuple(x for block in blocks_alike(*dims) for x in (block, block))
     with_wgmma = parts if dims[1] % 8 == 0 else whole
@@ -287,7 +287,7 @@ def test_the_forward_multiplies_columns_in_parts(dims):
 
 @pytest.mark.parametrize("dims", BACKWARD_PARTS)
 def test_the_backward_multiplies_columns_in_parts(dims):
-    """With WGMMA, in parts as narrow as its rows."""
+    """Kernels with WGMMA have parts as narrow as their rows."""
     found = launches(dims[0], 256, dims[1], A100)
     assert columns_of(found["bwd"], True) == BACKWARD_PARTS[dims]
     for name in ("bwd_preprocess", "bwd_postprocess"):  # agree on dq_accum

@@ -20,8 +20,8 @@ from .operators import forward_of, launch_of, returned
 def attend_8_bits_at_once(
     options: Options, q: BlockScaled, k: object, v: object
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """What a dense call without scores returns, if the operators of the backend find its launch and
-    nothing watches it: nothing of it is checked in Python. None: it is no such call."""
+    """Compute what a dense call without scores returns, if the operators of the backend find its
+    launch and nothing watches it: Python checks nothing of it. None: it is no such call."""
     if not (type(k) is type(v) is BlockScaled and is_plain()) or profiler._is_profiler_enabled:
         return None
     of_call = q.data, k.data, v.data, q.descale, k.descale, v.descale
@@ -72,7 +72,7 @@ def launch_cache_of_8_bits(options: Options, *sides: tuple) -> LaunchCache:
 
 
 def is_plain_8_bits(*sides: Tensor | Scaled) -> bool:
-    """Whether q, k and v have 8 bits, and neither need a gradient nor are watched."""
+    """Return whether q, k and v have 8 bits, need no gradient and nothing watches them."""
     for x in sides:
         if not (type(x) is Scaled and type(x.data) is type(x.descale) is Tensor):
             return False

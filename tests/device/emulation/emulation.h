@@ -59,7 +59,7 @@ struct Rendezvous {
   uint32_t generation = 0;
 };
 
-// What a thread waits for: that masked bits of a word change.
+// A thread waits until the masked bits of a word differ from a value.
 struct Wait {
   const uint32_t* word = nullptr;  // null: it does not wait
   uint32_t mask = 0, value = 0;
