@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import GPU, H100, WITHOUT_HOPPER, cached_calls_of_an_h100, library_double
+from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache, masks
@@ -153,7 +154,16 @@ CACHED = {"compiled": 115, "cached_on_hopper": 60}
 APPEND_ON_HOPPER, KEPT_ON_HOPPER, KEPT_APPEND_ON_HOPPER = 126, 24, 38
 NEXT_TOKEN_ON_HOPPER = {"dynamic": 35, "static": 41}
 FORWARD_OPERATOR, BACKWARD_OPERATOR = 44, 48
-DOCUMENTS = 48
+LENGTHS = torch.tensor([700, 100, 224])
+SEEN = torch.ones(1024, 1024, dtype=torch.bool)
+BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 1024, 1024, "cpu")
+MASKS = {
+    "documents": (36, lambda: masks.documents(LENGTHS, seqlen=1024, causal=True)),
+    "prefix_lm": (33, lambda: masks.prefix_lm(LENGTHS[:1], 1024)),
+    "blocks": (42, lambda: masks.blocks(SEEN[None, None, :8, :8], 128, 128, seqlen_q=1024)),
+    "from_bool": (42, lambda: masks.from_bool(SEEN)),
+    "from_block_mask": (66, lambda: masks.from_block_mask(BLOCK_MASK)),
+}
 
 
 @pytest.mark.parametrize("name", EAGER)
@@ -274,13 +284,16 @@ def test_a_cached_call_that_appends_on_hopper(cached_on_hopper):
     assert work_of(appending_call()) <= APPEND_ON_HOPPER
 
 
-def test_a_mask_of_documents(monkeypatch):
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask(name, monkeypatch):
     """Without its launches."""
     monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    for launches in ("_launch", "_launch_of_code"):
+        monkeypatch.setattr(triton_lists, launches, lambda *_, **about: lambda *_: None)
     monkeypatch.setattr(triton_lists, "_list_launches", lambda *_: (lambda *_: None,) * 2)
     monkeypatch.setattr("flashattn3.masks.arguments.is_checked", lambda device: False)
-    lengths = torch.tensor([700, 100, 224])
-    assert work_of(lambda: masks.documents(lengths, seqlen=1024, causal=True)) <= DOCUMENTS
+    bound, build = MASKS[name]
+    assert work_of(build) <= bound
 
 
 def test_a_tiny_call_on_a_cpu():

@@ -125,7 +125,7 @@ SAMPLES = {
         {"FULL": 2, "WHOLE": False},
         *(OF_BLOCKS, (8192, 8192, 1024)),
     ),
-    "bits-of-kinds": ("bits_kernel", (None, "u8", "i64"), BITS, OF_BLOCKS, (0, 0, 0)),
+    "bits-of-kinds": ("bits_kernel", (None, "i1", "i64"), BITS, OF_BLOCKS, (0, 0, 0)),
     "ids": ("documents_of_ids_kernel", ("i32", "i32"), {}, (8192,)),
     "block-kinds": ("block_kinds_kernel", ("i32",) * 5, {}, (64,)),
 }

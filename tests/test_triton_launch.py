@@ -361,8 +361,9 @@ def test_a_started_kernel_is_launched_as_triton_does(hook, monkeypatch):
             return lambda *arguments: calls.append(("by Triton", grid, arguments))
 
     compiled = Compiled(run=lambda *given: calls.append(given), function=7, packed_metadata=(8,))
-    active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda i: 100 + i)
+    active = SimpleNamespace(get_current_stream=lambda i: 100 + i)
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     start = launch.starter(compiled)
     if hook is not None:
         chain = getattr(triton.knobs.runtime, hook)

@@ -20,7 +20,8 @@ _BOOLS = (torch.bool,)
 def checked_length(function: str, name: str, value: object) -> int:
     """A length in tokens."""
     length = integer(function, name, value)
-    expect(length >= 0, function, name, "at least 0", length)
+    if length < 0:
+        raise value_error(function, name, "at least 0", length)
     return length
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import boolean, integer
-from ..errors import expect, shown, value_error
+from ..errors import shown, value_error
 from . import trees, triton_lists
 from .arguments import (
     check_bounds,
@@ -23,7 +23,7 @@ from .arguments import (
     expect_alike,
     without_copies,
 )
-from .block_lists import BLOCK_COLUMNS, Grid
+from .block_lists import BLOCK_COLUMNS, BLOCK_ROWS, Grid
 from .construction import of_block_predicate, of_predicate, of_source
 from .mask import Mask
 
@@ -59,7 +59,8 @@ def documents(
         wanted = "None beside ids, and given without"
         raise value_error(function, "lengths", wanted, shown(lengths))
     if ids is not None:
-        expect(seqlen is None, function, "seqlen", "None beside ids", shown(seqlen))
+        if seqlen is not None:
+            raise value_error(function, "seqlen", "None beside ids", shown(seqlen))
         ids = checked_tensor(function, "ids", ids, "(batch, seqlen)", 2)
         seqlen = ids.shape[1]
     else:
@@ -67,8 +68,8 @@ def documents(
             lengths = checked_lengths(function, "lengths", lengths)
             seqlen = sum(lengths) if seqlen is None else seqlen
             lengths = _on_device(lengths, device)
-        wanted = "an int where lengths is a tensor"
-        expect(seqlen is not None, function, "seqlen", wanted, None)
+        if seqlen is None:
+            raise value_error(function, "seqlen", "an int where lengths is a tensor", None)
         seqlen = checked_length(function, "seqlen", seqlen)
         lengths = checked_tensor(function, "lengths", lengths, "(batch, documents)", 1, 2)
         check_bounds(function, "lengths", lengths, 0, seqlen)
@@ -261,40 +262,47 @@ def blocks(
             bits for each batch_idx and head, in the forward's lists, in the backward's, or in both.
         seqlen_q, seqlen_k: lengths; None: those of whole blocks.
     """
-    function, sizes = "masks.blocks", []
+    function = "masks.blocks"
     axes = "(batch | 1, heads | 1, blocks of queries, blocks of keys)"
     selected = checked_tensor(function, "selected", selected, axes, 4, boolean=True)
     selected = without_copies(selected)
-    for axis, size, given, length in (
-        (2, "block_q", block_q, seqlen_q),
-        (3, "block_k", block_k, seqlen_k),
-    ):
-        given, number = integer(function, size, given), selected.shape[axis]
-        expect(given >= 1, function, size, "at least 1", given)
-        length = (
-            number * given
-            if length is None
-            else checked_length(function, f"seqlen_{size[-1]}", length)
-        )
-        wanted = f"{-(-length // given)} blocks of {given} tokens"
-        expect(number == -(-length // given), function, f"selected.shape[{axis}]", wanted, number)
-        sizes.append((given, length))
-    (block_q, queries), (block_k, keys) = sizes
-    grid = Grid(*selected.shape[:2], queries, keys)
+    batch, heads, blocks_q, blocks_k = selected.shape
+    block_q, queries = _sizes_of_blocks(function, "q", blocks_q, block_q, seqlen_q)
+    block_k, keys = _sizes_of_blocks(function, "k", blocks_k, block_k, seqlen_k)
+    grid = Grid(batch, heads, queries, keys)
 
     def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return selected[batch_idx, head, query // block_q, key // block_k]
 
-    most = tuple(
-        None if rows % 128 or columns % BLOCK_COLUMNS else of.num_blocks // max(1, of.shape[-1])
-        for of, rows, columns in ((grid, block_q, block_k), (grid.transposed, block_k, block_q))
-    )
-    if grid.num_scores and block_k % 8 == 0 and triton_lists.serve(selected.device):
-        kinds = selected.contiguous().view(torch.uint8)
-        of_selected = triton_lists.Blocks(kinds, block_q, block_k, full=1)
+    # Of whole blocks the last one of each list may be partial, which goes past the end.
+    most_q = most_k = None
+    if block_q % BLOCK_ROWS == block_k % BLOCK_COLUMNS == 0:
+        most_q = batch * heads * -(-queries // BLOCK_ROWS)
+    if block_k % BLOCK_ROWS == block_q % BLOCK_COLUMNS == 0:
+        most_k = batch * heads * -(-keys // BLOCK_ROWS)
+    most = most_q, most_k
+    if block_k % 8 == 0 and grid.num_scores and triton_lists.serve(selected.device):
+        of_selected = triton_lists.Blocks(selected.contiguous(), block_q, block_k, full=1)
         lists = triton_lists.of_bools(grid, None, most, of_selected)
         return Mask(*lists, grid.rows, grid.columns)
     return of_block_predicate(grid, visible, selected, selected, block_q, block_k, most)
+
+
+def _sizes_of_blocks(
+    function: str, side: str, number: int, size: object, length: object
+) -> tuple[int, int]:
+    """The checked size of a block and the length of a side, "q" or "k", which has so many."""
+    size = integer(function, f"block_{side}", size)
+    if size < 1:
+        raise value_error(function, f"block_{side}", "at least 1", size)
+    if length is None:
+        return size, number * size
+    length = checked_length(function, f"seqlen_{side}", length)
+    wanted = -(-length // size)
+    if number != wanted:
+        axis, wanted = 2 if side == "q" else 3, f"{wanted} blocks of {size} tokens"
+        raise value_error(function, f"selected.shape[{axis}]", wanted, number)
+    return size, length
 
 
 def tree(parents: Tensor) -> Mask:

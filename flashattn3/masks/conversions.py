@@ -14,7 +14,7 @@ from .arguments import checked_tensor, without_copies
 from .block_lists import BlockLists, Grid
 from .construction import MOST_SCORES, of_block_predicate, of_predicate
 from .mask import Mask
-from .predicates import code_of
+from .predicates import Code, code_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -34,8 +34,8 @@ def from_bool(visible: Tensor) -> Mask:
     axes = "(batch | 1, heads | 1, seqlen_q, seqlen_k)"
     visible = checked_tensor("masks.from_bool", "visible", visible, axes, 2, 3, 4, boolean=True)
     if visible.ndim == 2:
-        visible = visible.unsqueeze(0)
-    if visible.ndim == 3:
+        visible = visible.expand(1, 1, -1, -1)
+    elif visible.ndim == 3:
         visible = visible.unsqueeze(1)
     visible = without_copies(visible)
     grid = Grid(*visible.shape)
@@ -69,14 +69,16 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     indices = block_mask.kv_indices
     expect(indices.ndim == 4, function, "block_mask.kv_indices.shape", "of four axes",
            tuple(indices.shape))  # fmt: skip
-    _expect_same_device(function, block_mask.mask_mod, indices.device)
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
     grid = Grid(*indices.shape[:2], queries, keys)
-    if triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_SCORES:
-        lists = _lists_by_kernels(block_mask, grid)
-        if lists is not None:
-            return Mask(*lists, grid.rows, grid.columns)
+    by_kernels = triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_SCORES
+    # Code reads tensors of the device alone.
+    code = code_of(block_mask.mask_mod, indices.device) if by_kernels else None
+    if code is None:
+        _expect_same_device(function, block_mask.mask_mod, indices.device)
+    if by_kernels and (code is not None or block_k % 8 == 0):
+        return Mask(*_lists_by_kernels(block_mask, grid, code), grid.rows, grid.columns)
     partial = _dense(block_mask.kv_num_blocks, indices)
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
@@ -92,15 +94,14 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     return of_block_predicate(grid, visible, partial | full, full, block_q, block_k, (None, None))
 
 
-def _lists_by_kernels(block_mask: BlockMask, grid: Grid) -> tuple[BlockLists, BlockLists] | None:
-    """None for a mask_mod that torch.vmap must compute, in blocks of other than 8 n keys."""
-    code = code_of(block_mask.mask_mod, block_mask.kv_indices.device)
-    if code is None and block_mask.BLOCK_SIZE[1] % 8:
-        return None
+def _lists_by_kernels(
+    block_mask: BlockMask, grid: Grid, code: Code | None
+) -> tuple[BlockLists, BlockLists]:
+    """code: of the mask_mod; None for one that torch.vmap must compute, in blocks of 8 n keys."""
     given = block_mask.kv_num_blocks, block_mask.kv_indices
     given += block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     # BlockMask.from_kv_blocks takes int64 too.
-    given = (x if x is None else x.int() for x in given)
+    given = [x if x is None or x.dtype == torch.int32 else x.int() for x in given]
     lists = triton_lists.BlockMaskLists(*given, *block_mask.BLOCK_SIZE)
     if code is not None:
         return triton_lists.of_code(grid, code, lists, (None, None))

@@ -31,7 +31,7 @@ def code_of(mask_mod: Callable[..., Tensor], device: torch.device) -> Code | Non
     others have the same code.
     """
     trace = _Trace(device)
-    positions = [_Score(trace, name, torch.int64) for name in "bhqk"]
+    positions = [_Score(trace, name, torch.int64) for name in POSITIONS]
     try:
         with _Functions(trace):
             seen = mask_mod(*positions)
@@ -40,6 +40,9 @@ def code_of(mask_mod: Callable[..., Tensor], device: torch.device) -> Code | Non
     if type(seen) is not _Score or seen._dtype != torch.bool:
         return None
     return Code(tuple(trace.lines), seen._name, tuple(trace.tensors), tuple(trace.numbers))
+
+
+POSITIONS = "bhqk"  # not negative
 
 
 class _UnknownError(Exception):
@@ -179,7 +182,8 @@ class _Functions(TorchFunctionMode):
                     raise _UnknownError
             i, n = trace.cast(x, torch.int64), trace.number(size)
             if type(x) is _Score:
-                i = trace.new(f"tl.where({i} < 0, {i} + {n}, {i})", torch.int64)._name
+                if i not in POSITIONS:
+                    i = trace.new(f"tl.where({i} < 0, {i} + {n}, {i})", torch.int64)._name
                 inside.append(f"({i} >= 0) & ({i} < {n})")
             place = f"({place}) * {n} + {i}" if place else i
         return trace.new(
@@ -338,7 +342,12 @@ _OPERATIONS: dict[str, Callable[..., _Score]] = {
 
 
 def _operator(operation: Callable[..., _Score]) -> Callable[..., _Score]:
-    return lambda self, *args: operation(self, *map(self._trace.operand, args))
+    def operator(self: _Score, *others: object) -> _Score:
+        if others and type(others[0]) is not _Score:
+            others = map(self._trace.operand, others)
+        return operation(self, *others)
+
+    return operator
 
 
 for _name, _operation in _OPERATIONS.items():

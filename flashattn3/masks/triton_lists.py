@@ -8,9 +8,8 @@ no Triton.
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
 from functools import cache, lru_cache
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +19,8 @@ from ..modes import is_traced
 from .block_lists import BLOCK_ROWS, BlockLists, Grid
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..backends.triton.kernels.variable_launch import VariableLaunch
     from .predicates import Code
 
@@ -40,14 +41,12 @@ def _serve_device(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= OLDEST
 
 
-def on_device(device: torch.device) -> torch.cuda.device | nullcontext:
-    """Triton launches on the current device."""
+def _on_device(device: torch.device, build: Callable, *arguments: object) -> object:
+    """``build(*arguments)`` with the device as the current one, where Triton launches."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return _HERE
-    return torch.cuda.device(device)
-
-
-_HERE = nullcontext()
+        return build(*arguments)
+    with torch.cuda.device(device):
+        return build(*arguments)
 
 
 @lru_cache(maxsize=1024)
@@ -109,16 +108,17 @@ def of_source(
     if kind == "intervals":
         ends = ends.contiguous()
         kinds = torch.empty(sizes.num_blocks, dtype=torch.int8, device=device)
-    with on_device(device):
-        if kind == "ids":
-            kind, tensor = "documents", _documents_of_ids(grid, tensor)
-        return _listed(sizes, kind, (tensor, ends, kinds), causal, (n, *reach), device)
+    if kind == "ids":
+        kind, tensor = "documents", _documents_of_ids(grid, tensor)
+    given = tensor, ends, kinds
+    return _on_device(device, _listed, sizes, kind, given, causal, (n, *reach), device)
 
 
 def _documents_of_ids(grid: Grid, ids: Tensor) -> Tensor:
     documents = torch.empty((grid.batch, grid.rows, 2), dtype=torch.int32, device=ids.device)
     launch = _launch("documents_of_ids_kernel", ids.dtype, ids.device.index)
-    launch((grid.shape[2], grid.batch, 1), (ids, documents), (), (grid.rows,))
+    programs = grid.shape[2], grid.batch, 1
+    _on_device(ids.device, launch, programs, (ids, documents), (), (grid.rows,))
     return documents
 
 
@@ -142,16 +142,16 @@ class BlockMaskLists(NamedTuple):
         given = [x if x is None else x.contiguous() for x in self[:4]]
         indices = self.indices
         kinds = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
-        with on_device(indices.device):
-            launch = _launch("block_kinds_kernel", given[2] is None, indices.device.index)
-            launch((self.counts.numel(), 1, 1), (*given, kinds), (), (indices.shape[-1],))
+        launch = _launch("block_kinds_kernel", given[2] is None, indices.device.index)
+        programs, numbers = (self.counts.numel(), 1, 1), (indices.shape[-1],)
+        _on_device(indices.device, launch, programs, (*given, kinds), (), numbers)
         return Blocks(kinds, self.block_q, self.block_k, full=2)
 
 
 class Blocks(NamedTuple):
-    """kinds: integers (batch, heads, blocks of queries, blocks of keys), contiguous, of blocks of
-    block_q x block_k scores: ``full`` shows all, 0 none, and 1 some unless it is ``full``. There
-    may be more blocks than the mask's scores have."""
+    """kinds: integers or bools (batch, heads, blocks of queries, blocks of keys), contiguous, of
+    blocks of block_q x block_k scores: ``full`` shows all, 0 none, and 1 some unless it is
+    ``full``. There may be more blocks than the mask's scores have."""
 
     kinds: Tensor
     block_q: int
@@ -173,9 +173,9 @@ def of_bools(
     device = (blocks.kinds if visible is None else visible).device
     strides, of_blocks, numbers, full, whole = (0, 0, 0), None, (8, 8, 0, 0), 1, True
     if blocks is not None:
-        of_blocks, *sizes, full = blocks
-        whole = all(x % BLOCK_ROWS == 0 for x in sizes)
-        numbers = *sizes, *of_blocks.shape[2:]
+        of_blocks, block_q, block_k, full = blocks
+        whole = block_q % BLOCK_ROWS == block_k % BLOCK_ROWS == 0
+        numbers = block_q, block_k, *of_blocks.shape[2:]
     if visible is not None:
         visible = _in_words(visible)
         strides = visible.stride()[:3]
@@ -221,9 +221,12 @@ def _of_bits(
     sizes = _sizes_of(grid, most_partial)
     words = torch.empty(sizes.words, dtype=torch.int64, device=device)
     numbers = grid.heads, grid.rows, grid.columns, *numbers
-    with on_device(device):
+
+    def build() -> tuple[BlockLists, BlockLists]:
         launch(sizes.pairs, (*tensors, words), strides, numbers)
         return _listed(sizes, "bits", (words, None, None), False, (0, 0, 0, 0), device)
+
+    return _on_device(device, build)
 
 
 def _in_words(visible: Tensor) -> Tensor:
@@ -231,13 +234,13 @@ def _in_words(visible: Tensor) -> Tensor:
     others: each row, padded with False."""
     *strides, last = visible.stride()
     units = *strides, visible.storage_offset(), visible.data_ptr(), visible.shape[3]
-    if last != 1 or any(x % 8 for x in units):
+    if last != 1 or gcd(8, *units) != 8:
         visible = torch.nn.functional.pad(visible, (0, -visible.shape[3] % 8)).contiguous()
     return visible.view(torch.int64)
 
 
 class _Sizes(NamedTuple):
-    """num_blocks: of queries and of keys together. words: the shape of one tensor of their words,
+    """num_blocks: of queries and of keys together. words: the size of one tensor of their words,
     with room for their kinds behind. room: of one of all lists. capacities: bit tiles of queries,
     and of keys, which are first there. views: shape, strides and place of ``BlockLists.entries``,
     ``work`` and ``tiles`` of queries, and of keys, as int32, tiles as int64. of_masks: masks,
@@ -245,8 +248,8 @@ class _Sizes(NamedTuple):
     tiles; pairs: of one with a program for 128 queries and 128 keys."""
 
     num_blocks: int
-    words: tuple[int, int]
-    room: tuple[int, int]
+    words: int
+    room: int
     capacities: tuple[int, int]
     views: tuple[tuple, ...]
     of_masks: tuple[int, int, int]
@@ -278,8 +281,8 @@ def _sizes_of(grid: Grid, most_partial: tuple[int | None, int | None]) -> _Sizes
     )
     return _Sizes(
         sum(num_blocks),
-        (sum(num_blocks) + -(-sum(num_blocks) // (8 * BLOCK_ROWS)), BLOCK_ROWS),
-        (-(-end // numbers_of_row), BLOCK_ROWS),
+        sum(num_blocks) * BLOCK_ROWS + -(-sum(num_blocks) // 8),
+        -(-end // 2),
         capacities,
         tuple(views),
         (num_masks, grid.rows, grid.columns),

@@ -41,10 +41,11 @@ def starter(compiled: CompiledKernel) -> Callable[..., None]:
     """``compiled[grid](*arguments)`` as a function of the grid and the arguments.
 
     Triton's own asks in every launch for the driver and the kernel's handles, and calls the hooks
-    of profilers with a description of the launch also where there are no hooks.
+    of profilers with a description of the launch also where there are no hooks. A kernel is
+    compiled in a process that has initialised CUDA, so torch's check of that is left out too.
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    device_of, stream_of = driver.active.get_current_device, driver.active.get_current_stream
+    device_of, stream_of = torch._C._cuda_getDevice, driver.active.get_current_stream
     runtime = knobs.runtime
 
     def start(grid: tuple[int, int, int], *arguments: object) -> None:

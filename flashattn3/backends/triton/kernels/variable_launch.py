@@ -35,6 +35,10 @@ class VariableLaunch:
     elementwise: dict[str, object] = field(default_factory=dict)
     num_row_strides: int | None = None
     _starters: dict[tuple, Callable] = field(default_factory=dict, init=False)
+    _values: tuple = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._values = tuple(self.constants.values())
 
     def __call__(
         self,
@@ -53,7 +57,7 @@ class VariableLaunch:
         key = None if misaligned & 15 else _properties(strides, self.num_row_strides)
         start = self._starters.get(key)
         if start is not None:
-            start(grid, *addresses, *strides, *numbers, *self.constants.values())
+            start(grid, *addresses, *strides, *numbers, *self._values)
             return
         constants = self._constants_of(strides, key is not None)
         launched = self.kernel[grid](*tensors, *strides, *numbers, **constants, **self.options)
