@@ -338,20 +338,25 @@ def test_a_mask_is_a_frozen_pytree_of_tensors():
         mask.seqlen_q = 3
 
 
-def test_turns_count_the_lists_behind_that_have_a_block_too():
-    selected = torch.rand(2, 3, 7, 9, generator=torch.manual_seed(0)) < 0.4
+def test_lists_of_a_wave_add_to_a_block_in_the_order_of_their_steps():
+    selected = torch.rand(2, 3, 9, 80, generator=torch.manual_seed(0)) < 0.4
     selected[0, 0, 2] = selected[0, 0, :, 4] = False
-    lists = masks.blocks(selected, seqlen_q=800).of_keys
+    mask = masks.blocks(selected, seqlen_q=1100) & masks.window(1100, -1, 2000, seqlen_k=5120)
+    lists = mask.of_keys
     turns = turns_of(lists)
     assert turns.shape == lists.entries.shape and turns.dtype == torch.int32
     for entries, work, found in zip(
         *(x.flatten(0, 1).tolist() for x in (lists.entries, lists.work, turns)), strict=True
     ):
-        listed = [line[: numbers[1]] for line, numbers in zip(entries, work, strict=True)]
-        order = [numbers[3] for numbers in work]
-        for rank, row in enumerate(order):
-            behind = [block for other in order[rank + 1 :] for block in listed[other]]
-            assert found[row][: len(listed[row])] == [behind.count(x) for x in listed[row]]
+        additions = {}
+        for drawn, row in enumerate(reversed([numbers[3] for numbers in work])):
+            full, listed, *_ = work[row]
+            steps = [*range(full, listed), *range(full)]
+            for step, place in enumerate(steps):
+                of_block = additions.setdefault(entries[row][place], [])
+                of_block.append((drawn // 16, step, drawn, found[row][place]))
+        for of_block in additions.values():
+            assert [turn for *_, turn in sorted(of_block)] == list(range(len(of_block)))
 
 
 def test_a_drawing_shows_blocks():

@@ -114,8 +114,8 @@ struct BiasArguments : Arguments {
 // Additional arguments of kernel configs whose mask is lists of blocks.
 struct ListedArguments : Arguments {
   MaskLists lists;       // of keys: each n_block has a list of m_blocks
-  const int32_t* turns;  // as lists.entries: n_blocks with shorter lists, or as long ones and
-                         // later in work, that list the m_block too; read if deterministic
+  const int32_t* turns;  // as lists.entries: n_blocks that add to the m_block before this one
+                         // (masks/block_lists.py, turns_of); read if deterministic
 };
 
 // The 64 rows of a head that a CTA of preprocess or postprocess computes: a block of the workspace.

@@ -15,6 +15,7 @@ template <Config kConfig>
 class DqWriter {
   using Traits = KernelTraits<kConfig>;
   using Tile = typename SharedStorageOf<kConfig>::Tile;
+  static constexpr bool kAddsBeforeNextTile = kConfig.listed;
 
  public:
   // writer: number of the warpgroup, or of the part of dQ.
@@ -29,8 +30,7 @@ class DqWriter {
       // Sync: the producer has written the work tile.
       storage_.tile_full[tile_.index()].wait(tile_.phase());
       const Tile tile = storage_.tile[tile_.index()];
-      storage_.tile_empty[tile_.index()].arrive();  // Sync: this thread has read it.
-      tile_.advance();
+      if (!kAddsBeforeNextTile) storage_.tile_empty[tile_.index()].arrive();  // Sync: it is read.
       if (tile.first_key < 0) return;
       WorkTileSteps steps(args_, tile);
       const int count = WorkTileSteps::count(args_, tile);
@@ -49,6 +49,9 @@ class DqWriter {
       wait_for_memory();
       // Sync: this thread's additions for the tile are in memory.
       add_release(args_.workspace.tiles_done + tile.batch_idx * args_.num_heads_kv + tile.head, 1);
+      // Sync: the same, for the producer, which may draw another tile.
+      if (kAddsBeforeNextTile) storage_.tile_empty[tile_.index()].arrive();
+      tile_.advance();
     }
   }
 

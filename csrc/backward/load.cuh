@@ -33,12 +33,14 @@ class Producer {
       publish(tile);
       WorkTileSteps steps(args_, tile);
       const int count = WorkTileSteps::count(args_, tile);
-      const int request_at = max(0, count - kRequestSteps);
+      int request_at = max(0, count - kRequestSteps);
+      if (kConfig.listed && args_.deterministic) request_at = -1;
       for (int i = 0; i < count; ++i, steps.advance()) {
         if (i == request_at) tiles_.request();
         load_rows(tile, steps.head(tile), steps.block(tile), i == 0);
       }
-      if (count == 0) tiles_.request();
+      if (request_at < 0) wait_for_additions();
+      if (count == 0 || request_at < 0) tiles_.request();
       tiles_.advance();
     }
     tile.first_key = -1;
@@ -63,6 +65,14 @@ class Producer {
     storage_.tile[tile_.index()] = tile;
     storage_.tile_full[tile_.index()].arrive();
     tile_.advance();
+  }
+
+  // Deterministic with lists: tiles of a wave wait for each other, so no CTA may hold two of them.
+  // Sync: the tile's readers have released it, the dQ writers after their last additions.
+  __device__ __forceinline__ void wait_for_additions() {
+    PipelineState<2> released = tile_;
+    released.advance();
+    storage_.tile_empty[released.index()].wait(released.phase());
   }
 
   // Loads Q, lse, dO and delta of a step, and K and V if the step begins a tile.

@@ -8,6 +8,7 @@
 #include "attention/seqlen.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "backward/arguments.h"
+#include "backward/waves.h"
 #include "ptx/opaque.cuh"
 
 namespace flashattn3::backward {
@@ -171,7 +172,12 @@ class WorkTileBlocks {
 template <int kBlockN, bool kBias = false, class Tile = WorkTile>
 __device__ __forceinline__ Tile describe_work_tile(const Arguments& args, int index) {
   const HeadGroups& heads = args.scheduler.heads;
-  TileCoord coord = find_tile(args.scheduler, index);
+  TileCoord coord;
+  if constexpr (std::is_same_v<Tile, ListedWorkTile>) {
+    coord = args.deterministic ? wave_tile(heads, index) : find_tile(args.scheduler, index);
+  } else {
+    coord = find_tile(args.scheduler, index);
+  }
   const bool reversed = args.traversal == Traversal::kDiagonalReversed &&
                         coord.batch_head_idx >= heads.num_heads - heads.last_l2_group_heads;
   if (reversed) coord.block = heads.num_blocks - 1 - coord.block;
@@ -223,7 +229,7 @@ __device__ __forceinline__ Tile describe_work_tile(const Arguments& args, int in
     tile.first_head = behind % args.qhead_per_kvhead;
   } else if constexpr (std::is_same_v<Tile, ListedWorkTile>) {
     // Deterministic. Partial blocks first: where they are a diagonal, as under a causal mask, the
-    // tiles, of which the shortest adds first, then advance at one pace.
+    // tiles of a head, of which the shortest adds first, then advance at one pace.
     tile.start = tile.blocks.num_full < tile.m_blocks.end ? tile.blocks.num_full : 0;
   }
   return tile;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "backward/config.h"
+#include "backward/waves.h"
 #include "launch/errors.h"
 #include "launch/launch.cuh"
 #include "launch/params.h"
@@ -71,7 +72,7 @@ WorkTiles backward_tiles(const AttentionProblem& problem, int num_heads) {
           .last_group_tiles = !problem.masked() && !kConfig.listed ? 0
                               : problem.deterministic              ? kTilesOfLastGroup
                                                                    : problem.num_sms,
-          .last_block_first = (problem.masked() || kConfig.listed) && problem.deterministic};
+          .last_block_first = problem.masked() && problem.deterministic};
 }
 
 // Estimates how many queries see a key. In a varlen batch the average key is in a sequence longer
@@ -182,11 +183,15 @@ inline int persistent_backward_ctas(const AttentionProblem& problem, int64_t num
   return static_cast<int>(many_more ? most : most - left);
 }
 
-// cluster2: each cluster has one work tile, or with varlen possibly none.
+// cluster2: each cluster has one work tile, or with varlen possibly none. Deterministic with lists:
+// the tiles of a wave run at a time, whatever SMs the call should leave to others.
 template <backward::Config kConfig>
 int backward_num_ctas(const AttentionProblem& problem, int64_t num_tiles) {
-  return backward::uses_cluster2(kConfig) ? static_cast<int>(2 * num_tiles)
-                                          : persistent_backward_ctas(problem, num_tiles);
+  if (backward::uses_cluster2(kConfig)) return static_cast<int>(2 * num_tiles);
+  const int ctas = persistent_backward_ctas(problem, num_tiles);
+  const bool waves = kConfig.listed && problem.deterministic;
+  return waves ? std::max(ctas, static_cast<int>(std::min<int64_t>(backward::kWave, num_tiles)))
+               : ctas;
 }
 
 // Returns the size of a launch.

@@ -16,6 +16,7 @@ from torch import Tensor
 from .bits import lowest, num_ones, packed, transposed, unpacked
 
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 64
+WAVE = 16  # lists of the backward: kWave of csrc/backward/waves.h
 # Kinds of blocks. The kind of a block in an intersection is the smaller one of the two, in a union
 # the larger one, and that of the inverse is 2 minus it.
 HIDDEN, PARTIAL, FULL = 0, 1, 2
@@ -166,14 +167,25 @@ def _listed(kinds: Tensor, tiles: Tensor) -> BlockLists:
 
 
 def turns_of(lists: BlockLists) -> Tensor:
-    """For each block of each list, the number of lists behind it in the order of ``work`` that have
-    the block too: int32, as entries. So lists that add to a block, the last one first, do it in the
-    same order in every run."""
-    order = lists.work[..., 3].long().unsqueeze(-1).expand(lists.entries.shape)
-    listed = (kinds_of(lists) != HIDDEN).gather(-2, order).int()
-    behind = listed.flip(-2).cumsum(-2, dtype=torch.int32).flip(-2) - listed
-    of_blocks = torch.empty_like(listed).scatter_(-2, order, behind)
-    return of_blocks.gather(-1, lists.entries.long())
+    """For each block of each list, the number of lists that add to the block before: int32, as
+    entries. So they do it in the same order in every run. Lists are in waves of WAVE, the last ones
+    of the order of ``work`` first. Those of a wave are computed at a time, a step for each block,
+    partial blocks first: they add in the order of their steps, so that few wait."""
+    row_blocks, column_blocks = lists.entries.shape[-2:]
+    place = torch.arange(column_blocks, device=lists.work.device)
+    full, listed, _, order = lists.work.unsqueeze(-1).long().unbind(-2)
+    step = torch.where(place < full, place + listed - full, place - full)
+    drawn = torch.empty_like(order).scatter_(
+        -2,
+        order,
+        torch.arange(row_blocks, device=place.device).flip(0).unsqueeze(-1).expand_as(order),
+    )
+    key = (drawn // WAVE * column_blocks + step) * row_blocks + drawn
+    last = row_blocks * column_blocks * row_blocks
+    key = torch.where(place < listed, key, last)
+    blocks = lists.entries.long()
+    of_blocks = torch.empty_like(key).scatter_(-1, blocks, key)
+    return of_blocks.argsort(-2).argsort(-2).gather(-1, blocks).int()
 
 
 def kinds_of(lists: BlockLists) -> Tensor:

@@ -164,7 +164,7 @@ lists of sequences, fp16, d64 | fp16, batch 3, q 129, k 257, d 64, lists 3 1, dl
 lists, one query, one key | q 1, k 1, heads 2, lists 1 2
 lists, sinks, softcap | q 70, k 130, heads 7 7, d 64, softcap 5, lists 1 7, sinks
 lists, many queries | q 700, k 129, d 64, lists 1 1
-lists, many keys, fp16 | fp16, q 150, k 700, d 64, lists 1 1
+lists, many keys, fp16 | fp16, q 150, k 2200, d 64, lists 1 1
 lists, d40, other strides | q 200, k 200, heads 2, d 40, head_major, padding 8, other_strides,
     lists 1 1
 lists, long | batch 2, q 1500, k 1500, heads 8 4, lists 2 8

@@ -130,6 +130,9 @@ static std::string run(BackwardProblem& p, int config, const Turn& turn, uint32_
     return "deadlock in preprocess";
   }
   launches.grid.resident = turn.resident;
+  if (kCheckConfigs[config].listed && turn.deterministic) {
+    launches.grid.resident = std::max(turn.resident, backward::kWave);
+  }
   if (!emulation::run(launches.main, launches.grid, seed)) return "deadlock";
   if (!emulation::run(launches.postprocess, {num_m_blocks, 128}, seed)) {
     return "deadlock in postprocess";

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <numeric>
 #include <random>
 #include <vector>
 
 #include "attention/list_sizes.h"
+#include "backward/waves.h"
 #include "launch/params.h"
 
 // Which keys each query sees.
@@ -132,14 +134,22 @@ struct BlockLists {
       work.insert(work.end(), lines.begin() + 3 * i, lines.begin() + 3 * i + 3);
       work.push_back(order[i]);
     }
+    // Of each entry, in ascending order of additions: its wave, its step in its work tile, the
+    // tile.
+    using Place = std::array<int, 3>;
+    const auto place = [&](int r, int i) -> Place {
+      const int full = lines[3 * r], size = lines[3 * r + 1], drawn = row_blocks - 1 - rank[r];
+      return {drawn / flashattn3::backward::kWave, i < full ? i + size - full : i - full, drawn};
+    };
     for (int r = 0; r < row_blocks; ++r) {
-      for (const int32_t block : listed[r]) {
-        int behind = 0;
+      for (int i = 0; i < static_cast<int>(listed[r].size()); ++i) {
+        int before = 0;
         for (int other = 0; other < row_blocks; ++other) {
-          behind += rank[other] > rank[r] &&
-                    std::count(listed[other].begin(), listed[other].end(), block) > 0;
+          const auto found = std::find(listed[other].begin(), listed[other].end(), listed[r][i]);
+          before += found != listed[other].end() &&
+                    place(other, static_cast<int>(found - listed[other].begin())) < place(r, i);
         }
-        turns.push_back(behind);
+        turns.push_back(before);
       }
       turns.insert(turns.end(), blocks - listed[r].size(), -1);  // of hidden blocks: not read
     }
