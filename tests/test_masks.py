@@ -354,7 +354,7 @@ def test_lists_of_a_wave_add_to_a_block_in_the_order_of_their_steps():
             steps = [*range(full, listed), *range(full)]
             for step, place in enumerate(steps):
                 of_block = additions.setdefault(entries[row][place], [])
-                of_block.append((drawn // 16, step, drawn, found[row][place]))
+                of_block.append((drawn // 8, step, drawn, found[row][place]))
         for of_block in additions.values():
             assert [turn for *_, turn in sorted(of_block)] == list(range(len(of_block)))
 

@@ -8,10 +8,10 @@ namespace flashattn3::backward {
 
 // Tiles of a wave, WAVE in Python. They wait for each other, so as many CTAs must run at a time and
 // none may hold two of them.
-constexpr int kWave = 16;
+constexpr int kWave = 8;
 // Heads whose waves take turns. A wave waits for those of its head before it: with so many heads
 // they have ended, and all SMs of the largest GPU are busy.
-constexpr int kWaveHeads = 8;
+constexpr int kWaveHeads = 16;
 
 // The work tile of a scheduler index: a wave of each head of a group, then the next wave of each.
 __host__ __device__ __forceinline__ TileCoord wave_tile(const HeadGroups& heads, int index) {

@@ -16,7 +16,7 @@ from torch import Tensor
 from .bits import lowest, num_ones, packed, transposed, unpacked
 
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 64
-WAVE = 16  # lists of the backward: kWave of csrc/backward/waves.h
+WAVE = 8  # lists of the backward: kWave of csrc/backward/waves.h
 # Kinds of blocks. The kind of a block in an intersection is the smaller one of the two, in a union
 # the larger one, and that of the inverse is 2 minus it.
 HIDDEN, PARTIAL, FULL = 0, 1, 2
