@@ -17,7 +17,7 @@ from .checking import Case
 from .gate import check_results
 from .inputs import Call, Inputs, make_inputs, prepare, quantized
 from .mask_shapes import SHAPES, Shape, block_mask_of
-from .providers import FLEX, FP8_E4M3, FP8_INT8, OURS, QUANTIZED
+from .providers import DETERMINISTIC, FLEX, FP8_E4M3, FP8_INT8, OURS, QUANTIZED
 from .runner import Record, Settings, run_providers
 from .suites import Cell
 from .timing import make_clock
@@ -79,7 +79,7 @@ def mask_cells(
 
 def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
     """A record for our call, FlexAttention, our call without a mask object, where there is one, and
-    our calls of 8 bits."""
+    our calls of 8 bits, or with deterministic gradients."""
     n, device = cell.case.seqlen_k, settings.device
     shape = SHAPES[cell.mask](n, device)
     mask = shape.build()
@@ -92,8 +92,9 @@ def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
         FLEX: _flex(shape, n, device),
         PLAIN: shape.plain,
     }
-
-    if cell.direction == "fwd" and cell.case.head_dim in EIGHT_BIT_DIMS:
+    if cell.direction == "bwd":
+        attends[DETERMINISTIC] = partial(attends[OURS], deterministic=True)
+    elif cell.case.head_dim in EIGHT_BIT_DIMS:
         attends |= dict.fromkeys((FP8_E4M3, FP8_INT8), attends[OURS])
 
     def checked(name: str) -> tuple[Call, Record]:

@@ -576,7 +576,7 @@ def test_masks_are_compared_with_flexattention():
         ours, flex, *others = masks_suite.run_masks(mask_cell(direction, mask), SETTINGS)
         assert (ours["provider"], ours["status"]) == (OURS, "ok")
         assert flex["status"] == ("ok" if direction == "fwd" else "absent")  # on a CPU
-        assert [r["status"] for r in others] == ["ok"] * (mask == "documents")
+        assert [r["status"] for r in others] == ["ok"]  # without a mask, or deterministic
         assert 0 < ours["visible"] < 1
 
 
