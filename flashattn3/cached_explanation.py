@@ -24,8 +24,9 @@ from .call.cached_value_checks import capacity_of
 from .call.metadata import Metadata, key_of, metadata_of, metadata_under
 from .explanation import Explanation, explanation_of, place_of
 from .kvcache_api import flash_attn_with_kvcache
-from .run.cached_operators import unpacked_append, unpacked_decode
+from .run.cached_operators import unpacked_append, unpacked_decode, unpacked_prefix
 from .run.planner import Plan, choose
+from .run.shared_prefix import Prefix, prefix_call
 
 
 class _Watched(TorchDispatchMode):
@@ -35,10 +36,12 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.flashattn3.decode.default:
-            self.prefix, self.decode = self.decode, unpacked_decode(args[2:])
+            self.decode = unpacked_decode(args[2:])
+        elif func is torch.ops.flashattn3.decode_after_prefix.default:
+            self.prefix, *self.decode = unpacked_prefix(*args[2:])
         elif func is torch.ops.flashattn3.append.default:
             self.append = unpacked_append(args)
-        elif func is not torch.ops.flashattn3.combine.default:
+        else:
             return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +70,7 @@ def explain_with_kvcache(
     plan = choose(problem, describe_device(place), BACKENDS)
     described = _described(plan, tensors, lengths)
     if watched.prefix is not None:
-        described |= {"prefix": _prefix_on(place, *watched.prefix)}
+        described |= {"prefix": _prefix_on(place, plan, watched.prefix, *watched.decode)}
     if watched.append is not None:
         described |= {"append": _append_on(place, *watched.append)}
     explained = explanation_of(plan, BACKENDS, described)
@@ -99,9 +102,13 @@ def _append_on(place: torch.device, tensors: AppendTensors, _, options: AppendOp
 
 
 def _prefix_on(
-    place: torch.device, tensors: DecodeTensors, lengths: Lengths, options: tuple
+    place: torch.device, own: Plan, prefix: Prefix, *call: DecodeTensors | Lengths | tuple
 ) -> str:
-    """The backend of the call over a shared prefix, and its tile."""
+    """Whether the launch of the sequences' own keys reads a shared prefix too, or else the backend
+    of the call over it, and its tile."""
+    if own.launch.after_prefix is not None:
+        return f"{own.backend.name}: in the same launch"
+    tensors, lengths, options = prefix_call(prefix, *call)
     problem = describe_decode(_on(place, tensors), options, lengths.max_seqlen_q)
     plan = choose(problem, describe_device(place), BACKENDS)
     return f"{plan.backend.name}: {plan.launch.describe().get('tile', 'all rows')}"

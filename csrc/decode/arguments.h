@@ -126,6 +126,26 @@ struct TreeArguments : Arguments {
   TreeMask tree;
 };
 
+// A prefix: keys that all sequences have in front of their own. Its work tiles are those of one more
+// sequence, the last of the batch, whose queries are all tokens of q: each sees all of its keys. So
+// rows have two results, which join_prefix.cuh joins.
+struct PrefixArguments : Arguments {
+  const int32_t* prefix_pages;   // pages of the cache
+  const int32_t* prefix_seqlen;  // (1), or null: prefix_len
+  int prefix_len;
+  int prefix_capacity;  // tokens of its pages
+  int total_q;          // tokens of q
+  // (2, total_q, num_heads_q, head_dim_v) and (2, total_q, num_heads_q): the results of the
+  // sequences' own keys, then those of the prefix.
+  float* row_out;
+  float2* row_stats;
+
+  // Whether a sequence of the batch is the prefix.
+  __host__ __device__ __forceinline__ bool is_prefix(int batch_idx) const {
+    return batch_idx == batch - 1;
+  }
+};
+
 // The arguments of a plain call (is_plain in launch/decode_arguments.h), with constants for those
 // that all plain calls have in common: the code for others is not compiled.
 template <int kHeadDim>

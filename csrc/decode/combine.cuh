@@ -12,6 +12,7 @@
 
 #include "decode/epilogue.cuh"
 #include "decode/packed_tile.cuh"
+#include "decode/row_results.cuh"
 #include "decode/softmax.cuh"
 #include "decode/spans.cuh"
 #include "decode/traits.cuh"
@@ -267,7 +268,7 @@ class Combine {
   __device__ __forceinline__ void combine_tile(const PendingPart& pending, int& is_last) const {
     const Part& part = pending.part;
     const PackedTile tile = PackedTile::of(args_, pending.sequence, part);
-    const RowStore store(args_, tile, pending.sequence, part);
+    const StoreOf<Traits> store(args_, tile, pending.sequence, part);
     const ArrivalGroup group = ArrivalGroup::of(storage_.share.cta, part);
     const int groups = ArrivalGroup::count(part.num_ctas);
     Parts parts{args_.partial_stats, group.leader, 1, group.num_ctas, part.first_cta};
@@ -329,7 +330,7 @@ class Combine {
   // Sums all elements over the parts. They become rows of out if they are the whole work tile, else
   // the result of the group, in place of its first part.
   __device__ __forceinline__ void combine(const Parts& parts, const PackedTile& tile,
-                                          const RowStore& store, bool is_whole) const {
+                                          const StoreOf<Traits>& store, bool is_whole) const {
     static_assert(kGroup == 16);
     const int vectors = args_.out_vectors;
 #pragma unroll 1

@@ -18,12 +18,15 @@ struct Config {
   bool spans;  // results of fixed spans of keys are joined in order (spans.cuh, split_tokens)
   int num_byte_tiles;  // of a cache of 8 bits: K and V tiles in flight before they are widened to
                        // fp16 (load_bytes.cuh); 0: the cache has q's dtype
-  bool tree = false;   // bits say which new tokens a query sees (attention/tree_mask.cuh)
+  bool tree = false;    // bits say which new tokens a query sees (attention/tree_mask.cuh)
+  bool prefix = false;  // all sequences have the same keys in front of their own (join_prefix.cuh)
 };
 
 constexpr bool has_bytes(const Config& config) { return config.num_byte_tiles > 0; }
 // Whether a config has one kernel for all calls, neither one for plain calls nor a warp kernel.
-constexpr bool has_one_kernel(const Config& config) { return config.spans || config.tree; }
+constexpr bool has_one_kernel(const Config& config) {
+  return config.spans || config.tree || config.prefix;
+}
 
 // A short call is bound by instructions that run once, of which plain calls need two thirds.
 // Besides the kernel for all calls there is one for plain ones, which may have a window and sinks

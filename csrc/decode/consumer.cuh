@@ -47,7 +47,8 @@ class Consumer {
       if (warpgroup_ == 0 && is_shared) {
         combine.store_part(num_pending, part, sequence, o, softmax.row);
       } else if (warpgroup_ == 0) {
-        store_out<Traits>(args_, tile, RowStore(args_, tile, sequence, part), o, softmax.row);
+        const StoreOf<Traits> store(args_, tile, sequence, part);
+        store_out<Traits>(args_, tile, store, o, softmax.row);
       }
       num_pending += is_shared;
     }

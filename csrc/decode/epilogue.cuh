@@ -14,6 +14,11 @@ namespace flashattn3::decode {
 constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLog2OfE = 1.44269504088896f;
 
+// The natural log-sum-exp of a row.
+__device__ __forceinline__ float lse_of(RowStats stats) {
+  return stats.sum == 0.f ? -INFINITY : (reference_of(stats.max) + __log2f(stats.sum)) * kLn2;
+}
+
 // Where the results of a work tile go.
 class RowStore {
  public:
@@ -33,8 +38,7 @@ class RowStore {
     }
     if (stores_lse && args_.lse != nullptr) {
       args_.lse[batch_idx_ * args_.lse_batch + token(row) * args_.lse_seq +
-                tile_.head_of(row) * args_.lse_head] =
-          stats.sum == 0.f ? -INFINITY : (reference_of(stats.max) + __log2f(stats.sum)) * kLn2;
+                tile_.head_of(row) * args_.lse_head] = lse_of(stats);
     }
     return stats.sum == 0.f ? 0.f : factor / stats.sum;
   }

@@ -31,7 +31,7 @@ __device__ __forceinline__ int inclusive_sum(int x, int (&warp_sums)[kWarps], in
 
 // Sets storage.share to the units of this CTA. All threads call it. Each thread sums the units of
 // neighbouring sequences; the one that has the share's first unit looks for its sequence.
-template <int kBlockN, int kSpanStep = 0, class Storage>
+template <int kBlockN, int kSpanStep = 0, bool kPrefix = false, class Storage>
 __device__ __forceinline__ void find_share(const Arguments& args, Storage& storage) {
   constexpr int kThreads = 32 * sizeof(storage.warp_sums) / sizeof(int);  // of the CTA
   const int count = (args.batch + kThreads - 1) / kThreads;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void find_share(const Arguments& args, Storage& stora
   WorkShare share;
   int units = 0, total;
   for (int b = first; b < last; ++b) {
-    share.sequence = find_cached_sequence<kBlockN>(args, b);
+    share.sequence = find_keys<kBlockN, kPrefix>(args, b);
     units += units_of_sequence<kSpanStep>(args, share.sequence);
   }
   const int end = inclusive_sum(units, storage.warp_sums, total);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void find_share(const Arguments& args, Storage& stora
     share.first_unit = end - units;
     for (int b = first; count > 1 && b < last; ++b) {
       share.batch_idx = b;
-      share.sequence = find_cached_sequence<kBlockN>(args, b);
+      share.sequence = find_keys<kBlockN, kPrefix>(args, b);
       units = units_of_sequence<kSpanStep>(args, share.sequence);
       if (share.begin < share.first_unit + units) break;
       share.first_unit += units;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void decode(const Arguments& args) {
   launch_dependents();
   griddepcontrol_wait();  // every thread reads lengths that a kernel before may write
   // Sync: find_share has CTA barriers, so no thread uses an mbarrier before it is initialised.
-  find_share<Traits::kBlockN, span_step(kConfig)>(args, storage);
+  find_share<Traits::kBlockN, span_step(kConfig), kConfig.prefix>(args, storage);
 
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == Traits::kConsumers) {

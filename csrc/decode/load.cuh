@@ -58,6 +58,9 @@ class Producer {
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
       BlockRows rows = find_rows(sequence, part, part.n_blocks.begin);
+      if constexpr (kConfig.prefix) {
+        is_read_again_ = static_cast<const PrefixArguments&>(args_).is_prefix(part.batch_idx);
+      }
       int warpgroup = 0, end = part.n_blocks.end;
       if constexpr (kConfig.spans) {
         const PackedTile tile = PackedTile::of(args_, sequence, part);
@@ -155,7 +158,7 @@ class Producer {
     if (args_.page_table != nullptr && page >= 0) {
       int index;
       args_.page_size(index, slot, key);
-      page = args_.page_table[page * args_.page_table_stride + index];
+      page = page_at(part, page, index);
     }
     if (page < 0 || page >= args_.num_pages) {
       return {args_.even_blocks ? nullptr : reinterpret_cast<const uint16_t*>(kNaNs), nullptr};
@@ -164,6 +167,24 @@ class Producer {
       return cache.data + page * cache.page + part.kv_head * cache.head + slot * cache.slot;
     };
     return {row_of(args_.k), row_of(args_.v)};
+  }
+
+  // Page number `index` of an entry of the page table, or of the prefix.
+  __device__ __forceinline__ int page_at(const Part& part, int entry, int index) const {
+    if constexpr (kConfig.prefix) {
+      const auto& args = static_cast<const PrefixArguments&>(args_);
+      if (args.is_prefix(part.batch_idx)) return args.prefix_pages[index];
+    }
+    return args_.page_table[entry * args_.page_table_stride + index];
+  }
+
+  // Other CTAs read the prefix too.
+  __device__ __forceinline__ void copy_keys(uint32_t to, const void* from, bool exists) const {
+    if constexpr (kConfig.prefix) {
+      copy_async(to, from, exists, is_read_again_);
+    } else {
+      copy_async(to, from, exists);
+    }
   }
 
   // Copies this thread's vectors of a K or V tile. first, last: rows before and from there on are
@@ -180,8 +201,8 @@ class Producer {
 #pragma unroll
       for (int i = 0; i < kBlockN / kStep; ++i) {
         const int row = row_ + i * kStep;
-        copy_async(swizzled<kBlockN>(tile, row, vec_), from + i * step,
-                   exists && row >= first && row < last);
+        copy_keys(swizzled<kBlockN>(tile, row, vec_), from + i * step,
+                  exists && row >= first && row < last);
       }
     } else {
       const int lane = threadIdx.x % 32;
@@ -189,8 +210,8 @@ class Producer {
       for (int i = 0; i < kBlockN / kStep; ++i) {
         const auto row = reinterpret_cast<const uint16_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows), i * kRowsOfWarp + lane / kVecs));
-        copy_async(swizzled<kBlockN>(tile, row_ + i * kStep, vec_), row + vec_ * 8,
-                   has_column && row != nullptr);
+        copy_keys(swizzled<kBlockN>(tile, row_ + i * kStep, vec_), row + vec_ * 8,
+                  has_column && row != nullptr);
       }
     }
   }
@@ -201,6 +222,7 @@ class Producer {
   const int row_, vec_;
   PipelineState<Traits::kQBuffers> q_{1};
   StageState kv_0_, kv_1_;  // of each consumer warpgroup
+  bool is_read_again_ = false;  // the keys of the part; of a kernel with a prefix
 };
 
 }  // namespace flashattn3::decode

@@ -47,19 +47,30 @@ class Mainloop {
       for (int r = 0; r < 2; ++r) {
         const int query =
             min(tile.query_of(first + kRowStride * r), tile.first_query + tile.num_queries - 1);
-        row[r] = visible_keys(args, sequence, query);
+        row[r] = keys_of(args, sequence, part, query);
         if constexpr (kConfig.tree) {
           const TreeMask& words = static_cast<const TreeArguments&>(args).tree;
           tree.bits[r] = words.bits_of(part.batch_idx, sequence.first_query + query);
         }
       }
-      all = {visible_keys(args, sequence, tile.first_query + tile.num_queries - 1).begin,
-             visible_keys(args, sequence, tile.first_query).end};
+      all = {keys_of(args, sequence, part, tile.first_query + tile.num_queries - 1).begin,
+             keys_of(args, sequence, part, tile.first_query).end};
       if constexpr (kConfig.tree) {
         first_new = sequence.position(0);
         all.end = min(all.end, first_new);
       }
       has_rows = uniform(threadIdx.x % 128 / 32) * kRowsOfWarp < tile.num_rows();
+    }
+
+    // Keys that a query of a part's sequence sees.
+    static __device__ __forceinline__ KeyRange keys_of(const Arguments& args,
+                                                       const CachedSequence& sequence,
+                                                       const Part& part, int query) {
+      if constexpr (kConfig.prefix) {
+        const bool is_prefix = static_cast<const PrefixArguments&>(args).is_prefix(part.batch_idx);
+        if (is_prefix) return {0, sequence.num_keys};
+      }
+      return visible_keys(args, sequence, query);
     }
 
     // Whether all rows of the work tile see all keys of a KV block.

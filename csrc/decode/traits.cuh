@@ -17,7 +17,9 @@ template <Config kTheConfig, bool kIsPlain = false>
 struct KernelTraits {
   static constexpr Config kConfig = kTheConfig;
   static constexpr bool kPlain = kIsPlain;
-  using Arguments = std::conditional_t<kConfig.tree, TreeArguments, decode::Arguments>;
+  using Arguments =
+      std::conditional_t<kConfig.tree, TreeArguments,
+                         std::conditional_t<kConfig.prefix, PrefixArguments, decode::Arguments>>;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr bool kHasBytes = has_bytes(kConfig);
   // The operands in shared memory have this type: fp16 holds all numbers of 8 bits, and Q with a
@@ -63,6 +65,7 @@ struct KernelTraits {
   static_assert(!kHasBytes || (kQBuffers == 1 && !kConfig.spans),
                 "consumers write Q between two parts");
   static_assert(!kConfig.tree || (!kHasBytes && !kConfig.spans));
+  static_assert(!kConfig.prefix || (!kHasBytes && !kConfig.spans && !kConfig.tree));
   static_assert(kConfig.num_stages_beside <= kStages);
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");

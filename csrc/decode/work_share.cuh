@@ -76,6 +76,33 @@ __host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Ar
   return found;
 }
 
+// Returns the prefix as a sequence. With an axis for the batch, batch_idx * q_batch is the end of q.
+template <int kBlockN>
+__host__ __device__ __forceinline__ CachedSequence find_prefix(const PrefixArguments& args) {
+  CachedSequence found;
+  const int given = args.prefix_seqlen == nullptr ? args.prefix_len : args.prefix_seqlen[0];
+  found.cache_idx = 0;
+  found.first_query = args.seqlens_q.cu_seqlens == nullptr ? -args.total_q : 0;
+  found.num_queries = args.total_q;
+  found.num_keys = min(max(given, 0), args.prefix_capacity);
+  found.first_key = 0;
+  found.n_blocks = {0, max(1, (found.num_keys + kBlockN - 1) / kBlockN)};
+  const int tokens = args.rows.tokens;
+  found.row_tiles = args.rows.tokens.div(args.total_q + tokens - 1) * args.rows.head_tiles;
+  found.num_tiles = args.head_groups * found.row_tiles;
+  return found;
+}
+
+// kPrefix: of a kernel with a prefix, whose arguments are PrefixArguments.
+template <int kBlockN, bool kPrefix>
+__host__ __device__ __forceinline__ CachedSequence find_keys(const Arguments& args, int batch_idx) {
+  if constexpr (kPrefix) {
+    const auto& all = static_cast<const PrefixArguments&>(args);
+    if (all.is_prefix(batch_idx)) return find_prefix<kBlockN>(all);
+  }
+  return find_cached_sequence<kBlockN>(args, batch_idx);
+}
+
 // The spans of which a work tile of the sequence has a KV block, counted from key 0.
 __host__ __device__ __forceinline__ BlockRange spans_of(const Arguments& args,
                                                         const BlockRange& n_blocks) {
@@ -149,7 +176,7 @@ struct Part {
 // Takes the next part off the share: sets part, whose sequence share.sequence then is. Returns
 // false if there is none. The first part follows from the share alone, of others the lengths are
 // read.
-template <int kBlockN, int kSpanStep = 0>
+template <int kBlockN, int kSpanStep = 0, bool kPrefix = false>
 __host__ __device__ __forceinline__ bool take_part(const Arguments& args, WorkShare& share,
                                                    Part& part) {
   if (share.begin >= share.end) return false;
@@ -157,7 +184,7 @@ __host__ __device__ __forceinline__ bool take_part(const Arguments& args, WorkSh
   while (share.begin - share.first_unit >= share.sequence.num_tiles * units) {
     if (share.batch_idx + 1 >= args.batch) return false;  // the lengths have changed
     share.first_unit += share.sequence.num_tiles * units;
-    share.sequence = find_cached_sequence<kBlockN>(args, ++share.batch_idx);
+    share.sequence = find_keys<kBlockN, kPrefix>(args, ++share.batch_idx);
     units = units_of_tile<kSpanStep>(args, share.sequence);
   }
   // Unsigned, which takes fewer instructions.

@@ -3,6 +3,7 @@
 
 #include "launch/byte_decode_params.h"
 #include "launch/decode_arguments.h"
+#include "launch/prefix_arguments.h"
 #include "launch/tree_arguments.h"
 
 namespace flashattn3 {
@@ -36,6 +37,8 @@ auto arguments_of(const DecodeParams& params, const DecodeGrid& grid,
   } else if constexpr (kConfig.tree) {
     return decode::TreeArguments{make_decode_arguments(params, grid, block_n),
                                  tree_mask_of(params)};
+  } else if constexpr (kConfig.prefix) {
+    return make_prefix_arguments(params, grid, block_n);
   } else {
     return make_decode_arguments(params, grid, block_n);
   }

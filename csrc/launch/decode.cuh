@@ -3,12 +3,14 @@
 
 #include <cuda_runtime.h>
 
+#include "decode/join_prefix.cuh"
 #include "decode/kernel.cuh"
 #include "decode/warp_kernel.cuh"
 #include "launch/byte_arguments.h"
 #include "launch/decode_arguments.h"
 #include "launch/decode_params.h"
 #include "launch/launch.cuh"
+#include "launch/prefix_arguments.h"
 #include "launch/tree_arguments.h"
 #include "launch/warp_arguments.h"
 
@@ -32,9 +34,10 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
             .on_warps = true};
   }
   const DecodeGrid grid = DecodeGrid::of(params, kConfig);
+  const int64_t of_parts =
+      grid.whole_tiles && !kConfig.spans ? 0 : grid.workspace_bytes(params.head_dim_v);
   return {.num_ctas = grid.num_ctas,
-          .workspace_bytes =
-              grid.whole_tiles && !kConfig.spans ? 0 : grid.workspace_bytes(params.head_dim_v)};
+          .workspace_bytes = of_parts + (kConfig.prefix ? result_bytes(params) : 0)};
 }
 
 // Enqueues the kernel of a config for all calls, or that for plain ones.
@@ -50,6 +53,15 @@ void launch_decode_kernel(const char* name, const DecodeParams& params, cudaStre
   launch_kernel(name, "", kKernel,
                 {static_cast<unsigned>(grid.num_ctas), decode::num_threads(kConfig), shared_bytes},
                 stream, params.pdl, arguments_of<kConfig>(params, grid));
+}
+
+// Enqueues the kernel that joins the results of the sequences and those of their prefix.
+template <decode::Config kConfig>
+void launch_join(const char* name, const DecodeParams& params, cudaStream_t stream) {
+  const decode::JoinArguments args = make_join_arguments(params);
+  launch_kernel(name, " (join)", &decode::join_prefix<kConfig.dtype>,
+                {static_cast<unsigned>(num_join_ctas(params)), decode::kJoinThreads}, stream,
+                params.pdl, args);
 }
 
 // Enqueues the warp kernel that takes the call.
@@ -74,8 +86,10 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   const int64_t queries = params.cu_seqlens_q != nullptr ? params.total_q : params.seqlen_q;
   if (params.batch <= 0 || queries <= 0 || params.num_heads_q <= 0) return;
   expect_tree<kConfig.tree>(name, params);
+  expect_prefix<kConfig.prefix>(name, params);
   if constexpr (decode::has_one_kernel(kConfig)) {
     launch_decode_kernel<kConfig>(name, params, stream);
+    if constexpr (kConfig.prefix) launch_join<kConfig>(name, params, stream);
   } else if (uses_warp_kernel(params, kConfig)) {
     launch_warp_kernel<kConfig>(name, params, stream);
   } else if constexpr (decode::has_bytes(kConfig)) {

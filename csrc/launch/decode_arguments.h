@@ -21,19 +21,29 @@ inline decode::PackedRows packed_rows(const DecodeParams& params) {
   return decode::PackedRows::of(params.num_heads_q / params.num_heads_kv);
 }
 
-// Upper bound on the units of work (decode/work_share.cuh) of `token_tiles` tiles of tokens.
-inline int64_t units_of_tiles(const DecodeParams& params, int64_t token_tiles, int block_n) {
+// Upper bound on the units of work (decode/work_share.cuh) of `token_tiles` tiles of tokens whose
+// keys are at most `capacity`.
+inline int64_t units_of_tiles(const DecodeParams& params, int64_t token_tiles, int block_n,
+                              int capacity) {
   const int64_t blocks =
-      params.whole_tiles ? 1
-                         : std::max<int64_t>(1, (int64_t{params.capacity} + block_n - 1) / block_n);
+      params.whole_tiles ? 1 : std::max<int64_t>(1, (int64_t{capacity} + block_n - 1) / block_n);
   return token_tiles * params.num_heads_kv * packed_rows(params).head_tiles * blocks;
+}
+
+// Those of a prefix, whose rows are those of all sequences.
+inline int64_t units_of_prefix(const DecodeParams& params, int block_n) {
+  if (params.prefix_pages == nullptr) return 0;
+  const int tokens = packed_rows(params).tokens;
+  return units_of_tiles(params, (params.tokens() + tokens - 1) / tokens, block_n,
+                        params.prefix_capacity);
 }
 
 // The bound if every sequence has seqlen_q queries, by which the grid is chosen.
 inline int64_t max_decode_units(const DecodeParams& params, int block_n) {
   const int tokens = packed_rows(params).tokens;
   const int64_t token_tiles = (int64_t{params.seqlen_q} + tokens - 1) / tokens;
-  return units_of_tiles(params, params.batch * token_tiles, block_n);
+  return units_of_tiles(params, params.batch * token_tiles, block_n, params.capacity) +
+         units_of_prefix(params, block_n);
 }
 
 // The bound for sequences that together have the queries of the call.
@@ -41,7 +51,8 @@ inline int64_t most_decode_units(const DecodeParams& params, int block_n) {
   const int64_t units = max_decode_units(params, block_n);
   if (params.cu_seqlens_q == nullptr) return units;
   const int64_t token_tiles = params.total_q / packed_rows(params).tokens + int64_t{params.batch};
-  return std::min(units, units_of_tiles(params, token_tiles, block_n));
+  return std::min(units, units_of_tiles(params, token_tiles, block_n, params.capacity) +
+                             units_of_prefix(params, block_n));
 }
 
 // The CTAs and the workspace of a launch, whatever the lengths are.
@@ -82,8 +93,11 @@ struct DecodeGrid {
     const int64_t wanted =
         config.spans ? units
                      : std::max((units + 1) / 2, std::min(units, tiles_of_head * decode::kGroup));
-    const int shares = static_cast<int>(
-        aligned_shares(std::clamp<int64_t>(wanted, 1, most / heads), tiles_of_head));
+    const int64_t most_shares = std::clamp<int64_t>(wanted, 1, most / heads);
+    const bool has_prefix = params.prefix_pages != nullptr;  // its work tiles are not like others
+    const int shares =
+        static_cast<int>(has_prefix ? most_shares : aligned_shares(most_shares, tiles_of_head));
+    const int64_t most_tokens = has_prefix ? params.tokens() : params.seqlen_q;
     // Few spans have an SM for each CTA anyway.
     const bool beside = share_sm && (!config.spans || shares * heads > params.num_sms);
     const int num_stages = beside ? config.num_stages_beside : config.num_stages;
@@ -92,7 +106,8 @@ struct DecodeGrid {
     return {.num_shares = shares,
             .share_heads = heads,
             .num_ctas = shares * heads,
-            .partial_rows = tokens * rows.heads,
+            .partial_rows = static_cast<int>(
+                std::clamp<int64_t>(most_tokens, 1, int{rows.tokens}) * rows.heads),
             .log2_stages = std::countr_zero(static_cast<unsigned>(num_stages)),
             .whole_tiles = whole,
             .span_slots = config.spans ? static_cast<int>(1 + (whole ? 0 : of_share)) : 0};

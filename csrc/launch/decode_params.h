@@ -116,6 +116,17 @@ struct DecodeParams {
   const int32_t* tree_mask = nullptr;
   int tree_words = 0;     // 1 or 2; bit j % 32 of word j / 32: the query sees new token j
   Strides tree_stride{};  // in elements, of batch and seq; batch is not read with cu_seqlens_q
+
+  // Pages of the cache with keys that all sequences have in front of their own, in a config with a
+  // prefix; null: none. The cache is paged, queries see all keys to their left, there are no
+  // descales, and q_stride.batch is seqlen_q * q_stride.seq.
+  const int32_t* prefix_pages = nullptr;
+  const int32_t* prefix_seqlen = nullptr;  // (1): its tokens; null: prefix_len
+  int prefix_len = 0, prefix_capacity = 0;
+
+  int64_t tokens() const {
+    return cu_seqlens_q != nullptr ? total_q : int64_t{batch} * seqlen_q;
+  }
 };
 
 // The parameters of a problem without tensors, lengths and sizes.

@@ -20,6 +20,18 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
       : "memory");
 }
 
+// The same; with is_read_again the data stays in L2 as other data does.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists,
+                                           bool is_read_again) {
+  uint64_t once, again;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(again));
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to),
+      "l"(from), "r"(exists ? 16 : 0), "l"(is_read_again ? again : once)
+      : "memory");
+}
+
 // Arrives at the barrier once when all copies that this thread has issued so far are complete. The
 // barrier counts one arrival for each thread that copies. A thread that has waited for the phase
 // calls fence_async_proxy() before its WGMMA reads the bytes: cp.async writes in the generic proxy.

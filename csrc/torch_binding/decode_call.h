@@ -38,6 +38,10 @@ struct DecodeCall {
   FLASHATTN3_DECODE_TENSORS(FLASHATTN3_REQUIRED, FLASHATTN3_OPTIONAL)
 #undef FLASHATTN3_REQUIRED
 #undef FLASHATTN3_OPTIONAL
+  // Keys that all sequences have in front of their own, of decode_after_prefix alone: int32
+  // (1, pages), and int32 (1) in place of prefix_len.
+  std::optional<Tensor> prefix_page_table, prefix_seqlen;
+  int64_t prefix_len = 0;
 
   static DecodeCall take(Arguments& arguments) {
 #define FLASHATTN3_REQUIRED(name) .name = arguments.take<Tensor>(),

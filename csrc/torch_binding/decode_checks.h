@@ -51,6 +51,14 @@ inline void check_byte_caches(const DecodeCall& call, const Shape& k, const Shap
   check_aligned("v_cache", call.v_cache, 1);
 }
 
+// Page numbers, (entries, pages).
+inline void check_pages(const Tensor& table) {
+  expect(table.dim() == 2, kName, "the number of axes of page_table", 2, table.dim());
+  expect_dtype("page_table.dtype", table, aoti_torch_dtype_int32(), "int32");
+  expect(table.size(1) <= 1 || table.stride(1) == 1, kName, "page_table.stride(-1)", 1,
+         table.stride(1));
+}
+
 // An optional tensor of int32 or float32, dense.
 inline void check_dense(const char* name, const std::optional<Tensor>& tensor, int32_t dtype,
                         const Shape& shape) {

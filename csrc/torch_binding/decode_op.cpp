@@ -62,6 +62,8 @@ int device_of(const DecodeCall& call) {
   check_given("sinks.device", call.sinks);
   check_given("scheduler_metadata.device", call.scheduler_metadata);
   check_given("tree_mask.device", call.tree_mask);
+  check_given("prefix_page_table.device", call.prefix_page_table);
+  check_given("prefix_seqlen.device", call.prefix_seqlen);
   return device;
 }
 
@@ -101,14 +103,16 @@ void check_call(const CachedProblem& problem, const KernelInstance& kernel,
          paged ? "None" : "a tensor");
   int64_t entries = caches;
   if (paged) {
-    const Tensor& table = *call.page_table;
     expect(tokens == problem.page_size, kName, "k_cache.shape[1]", problem.page_size, tokens);
-    expect(table.dim() == 2, kName, "the number of axes of page_table", 2, table.dim());
-    expect_dtype("page_table.dtype", table, int32, "int32");
-    expect(table.size(1) <= 1 || table.stride(1) == 1, kName, "page_table.stride(-1)", 1,
-           table.stride(1));
-    entries = table.size(0);
+    check_pages(*call.page_table);
+    entries = call.page_table->size(0);
   }
+  if (call.prefix_page_table) {
+    check_pages(*call.prefix_page_table);
+    expect(call.prefix_page_table->size(0) == 1, kName, "prefix_page_table.shape[0]", 1,
+           call.prefix_page_table->size(0));
+  }
+  check_dense("prefix_seqlen", call.prefix_seqlen, int32, {1, {1}});
   if (!call.cache_batch_idx) {
     expect(entries == batch, kName, "the number of caches", batch, entries);
   }
@@ -180,6 +184,16 @@ ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& cal
     params.tree_mask = indices(tree);
     params.tree_words = static_cast<int>(tree.size(tree.dim() - 1));
     params.tree_stride = {.batch = varlen ? 0 : tree.stride(0), .seq = tree.stride(varlen ? 0 : 1)};
+  }
+
+  if (call.prefix_page_table) {
+    const Tensor& pages = *call.prefix_page_table;
+    params.prefix_pages = indices(call.prefix_page_table);
+    params.prefix_seqlen = indices(call.prefix_seqlen);
+    params.prefix_capacity =
+        to_int(kName, "the tokens of a prefix", pages.size(1) * problem.page_size);
+    params.prefix_len =
+        static_cast<int>(std::min<int64_t>(call.prefix_len, params.prefix_capacity));
   }
 
   const int64_t caches = call.k_cache.size(0), tokens = call.k_cache.size(1);
@@ -280,10 +294,24 @@ void decode_into(StableIValue* stack, uint64_t, uint64_t) {
   run_decode(cached_launch(kName, launch), call, out);
 }
 
+void decode_after_prefix(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor out = arguments.take<Tensor>(), pages = arguments.take<Tensor>();
+  const auto seqlen = arguments.take<std::optional<Tensor>>();
+  const int64_t length = arguments.take<int64_t>();
+  const Tensor launch = arguments.take<Tensor>();
+  DecodeCall call = DecodeCall::take(arguments);
+  call.prefix_page_table = pages;
+  call.prefix_seqlen = seqlen;
+  call.prefix_len = length;
+  run_decode(cached_launch(kName, launch), call, out);
+}
+
 // The grid and the workspace of calls of these sizes, and whether a warp kernel takes them.
-// total_q: with cu_seqlens_q, else -1.
+// total_q: with cu_seqlens_q, else -1. prefix_pages: -1: no prefix.
 std::tuple<int64_t, int64_t, bool> decode_size(Tensor launch, int64_t batch, int64_t seqlen_q,
-                                               int64_t capacity, int64_t total_q) {
+                                               int64_t capacity, int64_t total_q,
+                                               int64_t prefix_pages) {
   const CachedLaunch& found = cached_launch("decode_size", launch);
   const DecodeKernel& kernel = decode_kernel(found.config);
   DecodeParams params = decode_params_of(found.problem);
@@ -294,6 +322,11 @@ std::tuple<int64_t, int64_t, bool> decode_size(Tensor launch, int64_t batch, int
   if (total_q >= 0) {
     params.total_q = to_int(kName, "the tokens of q", total_q);
     params.cu_seqlens_q = &unread;
+  }
+  if (prefix_pages >= 0) {
+    params.prefix_pages = &unread;
+    params.prefix_capacity =
+        to_int(kName, "the tokens of a prefix", prefix_pages * params.page_size);
   }
   const LaunchSize size = kernel.size(kernel.info.name, params);
   const int64_t widened = is_widened(found.problem, kernel) ? widened_bytes(params) : 0;
@@ -310,8 +343,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   library.def("decode(" FA3_CACHED_CALL ") -> Tensor");
   library.def("decode_into(Tensor(a!) out, " FA3_CACHED_CALL ") -> ()");
   library.def(
-      "decode_size(Tensor launch, int batch, int seqlen_q, int capacity, int total_q=-1) -> "
-      "(int num_ctas, int workspace_bytes, bool on_warps)");
+      "decode_after_prefix(Tensor(a!) out, Tensor prefix_page_table, Tensor? prefix_seqlen, "
+      "int prefix_len, " FA3_CACHED_CALL ") -> ()");
+  library.def(
+      "decode_size(Tensor launch, int batch, int seqlen_q, int capacity, int total_q=-1, "
+      "int prefix_pages=-1) -> (int num_ctas, int workspace_bytes, bool on_warps)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library) {
@@ -321,12 +357,14 @@ STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CompositeExplicitAutograd, library)
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CUDA, library) {
   library.impl("decode", decode_operator);
   library.impl("decode_into", decode_into);
+  library.impl("decode_after_prefix", decode_after_prefix);
 }
 
 // Tensors on the CPU get an error that names them.
 STABLE_TORCH_LIBRARY_IMPL(flashattn3_hopper, CPU, library) {
   library.impl("decode", decode_operator);
   library.impl("decode_into", decode_into);
+  library.impl("decode_after_prefix", decode_after_prefix);
 }
 
 }  // namespace flashattn3

@@ -146,6 +146,12 @@ class CachedLaunch(Protocol):
         """The same of (number, seqlen_q, options_hash), for calls of seqlen_q queries, in a varlen
         batch of the longest sequence, whose metadata must hold options_hash."""
 
+    @property
+    def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable] | None:
+        """Gives ``decode`` of calls with keys in front of those of all sequences, in pages of the
+        cache: of (page_table, seqlen, length), (1, pages), and int32 (1,), or None and the number
+        of these keys. None: such a call is two calls of the problem, joined."""
+
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         """Write the new tokens into the caches, and the rotated q into q_out."""
 

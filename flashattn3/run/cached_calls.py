@@ -18,6 +18,7 @@ from ..call.cached import (
     DecodeTensors,
     Lengths,
     dtype_of_out,
+    new_out,
     one_q_position,
     query_sizes,
 )
@@ -44,7 +45,7 @@ from .cached_plans import (
 )
 from .launches import Further, NewTokens, attend_kept
 from .operator_rules import as_cache_under_autocast
-from .shared_prefix import Prefix, check_prefix, joined, prefix_call, prefix_of
+from .shared_prefix import Prefix, attend_after_prefix, check_prefix, prefix_of
 
 
 def with_kvcache(
@@ -128,44 +129,12 @@ def with_kvcache(
     lengths = Lengths(seqlen, 0, longest)
     prefix = prefix_of(function, prefix_page_table, prefix_len)
     if prefix is not None:
-        return _after_prefix(prefix, tensors, lengths, options, out, watched, new, rotary_seqlens)
-    return _own_keys(tensors, lengths, options, out, watched, new, rotary_seqlens)
-
-
-def _own_keys(
-    tensors: DecodeTensors,
-    lengths: Lengths,
-    options: DecodeOptions,
-    out: Tensor | None,
-    watched: bool,
-    new: NewTokens | None,
-    rotary_seqlens: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+        check_tensors(function, 3, **tensors._asdict())
+        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+        check_prefix(prefix, tensors, options, new is not None and new.rotary_cos is not None)
     if new is None:
-        return _attended(tensors, lengths, options, out, watched)
-    return _appended(tensors, lengths, options, out, watched, new, rotary_seqlens)
-
-
-def _after_prefix(
-    prefix: Prefix,
-    tensors: DecodeTensors,
-    lengths: Lengths,
-    options: DecodeOptions,
-    out: Tensor | None,
-    watched: bool,
-    new: NewTokens | None,
-    rotary_seqlens: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to the prefix of all sequences, then to each sequence's own keys, and join both."""
-    check_tensors(options.function, 3, **tensors._asdict())
-    check_decode(tuple(map(metadata_of, tensors)), options, lengths)
-    check_prefix(prefix, tensors, options, new is not None and new.rotary_cos is not None)
-    shape = result_shapes(tensors.q, tensors.v_cache)[0]
-    _check_given(out, tensors.q, shape, options)
-    of_prefix = _attended(*prefix_call(prefix, tensors, lengths, options), None, watched)
-    with_lse = options._replace(return_lse=True)
-    own = _own_keys(tensors, lengths, with_lse, None, watched, new, rotary_seqlens)
-    return joined(of_prefix, own, out, options)
+        return _attended(tensors, lengths, options, out, watched, prefix)
+    return _appended(tensors, lengths, options, out, watched, prefix, new, rotary_seqlens)
 
 
 def _appended(
@@ -174,6 +143,7 @@ def _appended(
     options: DecodeOptions,
     out: Tensor | None,
     watched: bool,
+    prefix: Prefix | None,
     new: NewTokens,
     rotary_seqlens: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -204,7 +174,7 @@ def _appended(
     if checked is not None:
         check_values_before_append(checked, tensors, lengths, options, appended, how)
     run_append(appended, lengths, how)
-    return _attended(tensors, lengths, options, out, watched, checked)
+    return _attended(tensors, lengths, options, out, watched, prefix, checked)
 
 
 def _attended(
@@ -213,6 +183,7 @@ def _attended(
     options: DecodeOptions,
     out: Tensor | None,
     watched: bool,
+    prefix: Prefix | None,
     checked: CheckedCall | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the call. watched: of ``is_watched``. checked: None: neither it nor out was checked
@@ -226,14 +197,18 @@ def _attended(
         _check_given(given, q, out_shape, options)
         out = q.new_empty(out_shape, dtype=dtype_of_out(q, options)) if given is None else given
         lse = q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
-        decode_operator(out, lse, tensors, lengths, options)
+        decode_operator(out, lse, tensors, lengths, options, prefix)
     else:
         if checked is None:
             checked = checked_call(tensors, lengths, options)
             _check_given(given, q, checked.out_shape, options)
         shape, dtype = checked.lse_shape, checked.lse_dtype
         lse = None if shape is None else q.new_empty(shape, dtype=dtype)
-        out = run_checked(checked, given, lse, tensors, lengths, options)
+        if prefix is None:
+            out = run_checked(checked, given, lse, tensors, lengths, options)
+        else:
+            out = new_out(tensors, dtype_of_out(q, options)) if given is None else given
+            attend_after_prefix(out, lse, prefix, tensors, lengths, options)
         if given is not None:
             count_writes(out)
     return (out, lse) if options.return_lse else out

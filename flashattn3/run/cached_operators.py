@@ -1,4 +1,5 @@
-"""The torch operators of cached calls: ``flashattn3::decode``, ``append`` and ``combine``.
+"""The torch operators of cached calls: ``flashattn3::decode``, ``decode_after_prefix``, ``append``
+and ``combine``.
 
 Each writes to tensors that its schema declares as mutated: out and lse, the caches, the rotated q.
 """
@@ -40,15 +41,20 @@ from .cached_plans import (
     run_checked,
 )
 from .operator_rules import register_fake
+from .shared_prefix import Prefix, attend_after_prefix, check_prefix
 
 _LENGTHS = "SymInt? seqlen, SymInt seqlen_new, SymInt? max_seqlen_q"
 _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields)
 
 
+_OF_DECODE = f"{schema((*DECODE_TENSORS, CACHED_SLOPES))}, {_LENGTHS}, {DECODE.schema}"
 torch.library.define(
-    "flashattn3::decode",
-    f"(Tensor(a!) out, Tensor(b!) lse, {schema((*DECODE_TENSORS, CACHED_SLOPES))}, "
-    f"{_LENGTHS}, {DECODE.schema}) -> ()",
+    "flashattn3::decode", f"(Tensor(a!) out, Tensor(b!) lse, {_OF_DECODE}) -> ()"
+)
+torch.library.define(
+    "flashattn3::decode_after_prefix",
+    "(Tensor(a!) out, Tensor(b!) lse, Tensor prefix_page_table, Tensor? prefix_seqlen, "
+    f"SymInt prefix_len, {_OF_DECODE}) -> ()",
 )
 torch.library.define(
     "flashattn3::append",
@@ -62,9 +68,19 @@ torch.library.define(
 
 
 def decode_operator(
-    out: Tensor, lse: Tensor, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
+    out: Tensor,
+    lse: Tensor,
+    tensors: DecodeTensors,
+    lengths: Lengths,
+    options: DecodeOptions,
+    prefix: Prefix | None = None,
 ) -> None:
-    torch.ops.flashattn3.decode.default(out, lse, *tensors, *lengths, *options)
+    operators = torch.ops.flashattn3
+    if prefix is None:
+        operators.decode.default(out, lse, *tensors, *lengths, *options)
+    else:
+        given = prefix.arguments
+        operators.decode_after_prefix.default(out, lse, *given, *tensors, *lengths, *options)
 
 
 def run_append(tensors: AppendTensors, lengths: Lengths, options: AppendOptions) -> None:
@@ -132,15 +148,36 @@ def unpacked_append(arguments: tuple) -> tuple[AppendTensors, Lengths, AppendOpt
     return tensors, Lengths(*arguments[_NUM_APPEND:end]), AppendOptions(*arguments[end:])
 
 
-@torch.library.impl("flashattn3::decode", "CompositeExplicitAutograd")
-def _decode(out, lse, *arguments):
-    tensors, lengths, options = unpacked_decode(arguments)
+def unpacked_prefix(
+    page_table: Tensor, seqlen: Tensor | None, length: int, *arguments: object
+) -> tuple[Prefix, DecodeTensors, Lengths, DecodeOptions]:
+    prefix = Prefix(page_table, length if seqlen is None else seqlen)
+    return prefix, *unpacked_decode(arguments)
+
+
+def _options_in_force(options: DecodeOptions) -> DecodeOptions:
     options = options._replace(backend=_in_force(options.backend))
     if options.split_tokens is None:
         options = options._replace(split_tokens=span_of_all_calls.get())
+    return options
+
+
+@torch.library.impl("flashattn3::decode", "CompositeExplicitAutograd")
+def _decode(out, lse, *arguments):
+    tensors, lengths, options = unpacked_decode(arguments)
+    options = _options_in_force(options)
     _check_results(out, lse, tensors, options)
     checked = checked_call(tensors, lengths, options)
     run_checked(checked, out, lse, tensors, lengths, options)
+
+
+@torch.library.impl("flashattn3::decode_after_prefix", "CompositeExplicitAutograd")
+def _decode_after_prefix(out, lse, *arguments):
+    prefix, tensors, lengths, options = unpacked_prefix(*arguments)
+    options = _options_in_force(options)
+    check_prefix(prefix, tensors, options, rotates=False)
+    _check_results(out, lse, tensors, options)
+    attend_after_prefix(out, lse, prefix, tensors, lengths, options)
 
 
 @torch.library.impl("flashattn3::append", "CompositeExplicitAutograd")
@@ -159,6 +196,12 @@ def _decode_fake(out, lse, *arguments):
     check_decode(tuple(map(metadata_of, tensors)), options, lengths)
 
 
+def _decode_after_prefix_fake(out, lse, *arguments):
+    prefix, tensors, lengths, options = unpacked_prefix(*arguments)
+    check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+    check_prefix(prefix, tensors, options, rotates=False)
+
+
 def _append_fake(*arguments):
     tensors, lengths, options = unpacked_append(arguments)
     check_append(tuple(map(metadata_of, tensors)), options, lengths)
@@ -170,5 +213,6 @@ def _combine_fake(out, lse, out_partial, lse_partial, backend, function):
 
 
 register_fake(["flashattn3::decode"], _decode_fake)
+register_fake(["flashattn3::decode_after_prefix"], _decode_after_prefix_fake)
 register_fake(["flashattn3::append"], _append_fake)
 register_fake(["flashattn3::combine"], _combine_fake)

@@ -138,7 +138,7 @@ def check_values_before_append(
     metadata."""
     if is_checked(tensors.q.device):
         _checked_append_call(appended, lengths, how)
-        _check_values(checked, tensors, lengths, options)
+        check_values(checked, tensors, lengths, options)
 
 
 def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> CheckedCall:
@@ -179,7 +179,7 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check_values(
+def check_values(
     checked: CheckedCall, tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
 ) -> int:
     """Raise for wrong values where they are checked. Returns the hash that metadata must hold."""
@@ -198,13 +198,16 @@ def run_checked(
     tensors: DecodeTensors,
     lengths: Lengths,
     options: DecodeOptions,
+    prefix: tuple[Tensor, Tensor | None, int] | None = None,
 ) -> Tensor:
     """Run a call without the dispatcher and return out, new if None. checked: of ``checked_call``,
-    which says whether lse may be None."""
-    options_hash = _check_values(checked, tensors, lengths, options)
+    which says whether lse may be None. prefix: of a launch that has ``after_prefix``, what that
+    takes."""
+    options_hash = check_values(checked, tensors, lengths, options)
     if checked.copied:
         tensors = _with_copies(tensors, checked.copied)
-    decode = checked.plan.launch.decode
+    launch = checked.plan.launch
+    decode = launch.decode if prefix is None else launch.after_prefix(*prefix)
     if profiler._is_profiler_enabled:
         decode = recorded(checked.plan, decode)
     return decode(out, lse, tensors, lengths, options_hash)

@@ -1,8 +1,9 @@
 """Keys that all sequences of a cached call have in front of their own: read once for all of them.
 
-The rows of all sequences attend to the prefix as those of one sequence, without a mask; then each
+The rows of all sequences attend to the prefix as those of one sequence, without a mask, each
 sequence attends to its own keys, and both results are joined by their log-sum-exp (Hydragen, arXiv
-2402.05099; cascade attention of FlashInfer). So every backend of cached calls takes such a call.
+2402.05099; cascade attention of FlashInfer). Every backend of cached calls takes such a call, as
+two calls and a combination where it has no launch for all of it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from ..call.arguments import integer
 from ..call.cache_descales import OF_KEYS, kind_of
-from ..call.cached import DecodeOptions, DecodeTensors, Lengths
+from ..call.cached import DecodeOptions, DecodeTensors, Lengths, lse_shape
 from ..call.tensor_checks import check_device
+from ..call.value_checks import is_checked
 from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
-from .cached_operators import run_combine
+from .cached_plans import check_values, checked_call, combine_of, lse_dtype, run_checked
 
 
 class Prefix(NamedTuple):
@@ -25,6 +27,13 @@ class Prefix(NamedTuple):
 
     page_table: Tensor
     length: int | Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor | None, int]:
+        """The page table, the length as a tensor or None, and as an int or 0."""
+        if isinstance(self.length, Tensor):
+            return self.page_table, self.length, 0
+        return self.page_table, None, self.length
 
 
 def prefix_of(function: str, page_table: object, length: object) -> Prefix | None:
@@ -102,22 +111,40 @@ def prefix_call(
     return of_prefix, Lengths(None if given else prefix.length, 0, longest), options
 
 
-def joined(
-    of_prefix: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    out: Tensor | None,
+def attend_after_prefix(
+    out: Tensor,
+    lse: Tensor | None,
+    prefix: Prefix,
+    tensors: DecodeTensors,
+    lengths: Lengths,
     options: DecodeOptions,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The result of a call, of those over the prefix and over each sequence's own keys."""
-    (prefix_out, prefix_lse), (own_out, own_lse) = of_prefix, own
-    if own_out.ndim == 4:
-        batch, seqlen_q = own_out.shape[:2]
-        prefix_out = prefix_out.view(own_out.shape)
-        prefix_lse = prefix_lse[0].unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-    out_parts = torch.stack((prefix_out, own_out))
-    lse_parts = torch.stack((prefix_lse, own_lse)).transpose(-1, -2)
-    out = torch.empty_like(own_out) if out is None else out
-    lse = torch.empty_like(own_lse)
-    backend, function = options.backend, options.function
-    run_combine(out, lse.transpose(-1, -2), out_parts, lse_parts, backend, function)
-    return (out, lse) if options.return_lse else out
+) -> None:
+    """Write out and lse of a call that ``check_prefix`` accepted: in one launch where the backend
+    of the sequences' own keys has one."""
+    checked = checked_call(tensors, lengths, options)
+    of_prefix = prefix_call(prefix, tensors, lengths, options)
+    if checked.plan.launch.after_prefix is None:
+        return _attend_to_both(out, lse, of_prefix, (tensors, lengths, options))
+    if is_checked(tensors.q.device):
+        check_values(checked_call(*of_prefix), *of_prefix)
+    run_checked(checked, out, lse, tensors, lengths, options, prefix.arguments)
+
+
+def _attend_to_both(out: Tensor, lse: Tensor | None, of_prefix: tuple, own: tuple) -> None:
+    """Attend to the prefix, then to each sequence's own keys, and join both results, which lie
+    where the join reads them."""
+    q, options = own[0].q, own[2]._replace(return_lse=True)
+    *batch, heads, rows = lse_shape(q)
+    outs = out.new_empty((2, *out.shape))
+    lses = q.new_empty((2, heads, *batch, rows), dtype=lse_dtype(q.dtype))
+    out_of_prefix, lse_of_prefix = outs[0], lses[0]
+    if batch:
+        out_of_prefix, lse_of_prefix = outs[0].flatten(0, 1)[None], lses[0].flatten(1)[None]
+    run_checked(checked_call(*of_prefix), out_of_prefix, lse_of_prefix, *of_prefix)
+    own = *own[:2], options
+    run_checked(checked_call(*own), outs[1], lses[1].movedim(0, -2), *own)
+    if lse is None:
+        lse = torch.empty_like(lses[1]).movedim(0, -2)
+    combine_of(
+        out, lse.transpose(-1, -2), outs, lses.movedim(1, -1), options.backend, options.function
+    )

@@ -94,6 +94,21 @@ tree, options | batch 3, q 12, heads 8 2, seqlens 700 10 333, leftpad 300 20 330
 tree, window | batch 2, q 20, heads 4, seqlens 700 97, window 15 -1, tree
 tree, d64 | batch 2, q 40, heads 8 2, d 64, capacity 300, page 3, seqlens 290 130, tree
 tree, d40, values 24, new tokens | q 9, heads 8, d 40 24, seqlens 600, new 9, tree
+prefix | batch 5, heads 8 2, capacity 112, page 16, seqlens 100 1 64 65 0, prefix 200
+prefix, page 64 | batch 3, heads 8 2, capacity 256, page 64, seqlens 100 256 64, prefix 321
+prefix, no key of it | batch 3, heads 8 2, capacity 64, page 16, seqlens 60 1 0, prefix 0
+prefix, no other key | batch 2, heads 8 2, capacity 64, page 3, seqlens 0 0, prefix 65
+prefix, many rows | batch 40, heads 8, capacity 16, page 16, prefix 130
+prefix, a chunk | batch 3, q 5, heads 8 2, capacity 192, page 16, seqlens 180 3 64, prefix 70, causal
+prefix, more queries than keys | q 40, heads 4, capacity 64, page 16, seqlens 33, prefix 20, causal
+prefix, varlen, options | batch 4, q 33, heads 8 2, capacity 128, page 16, seqlens 99 128 5 60,
+    cu_q 0 1 34 34 40, causal, sinks, softcap 5, prefix 100
+prefix, 72 heads, sinks | batch 3, heads 72, capacity 64, page 16, seqlens 60 1 0, sinks, prefix 100
+prefix, tables | batch 3, q 2, heads 8 2, capacity 128, page 17, seqlens 90 10 120, leftpad 30 20 0,
+    cache_idx 4 0 2, new 2, causal, prefix 99
+prefix, a lost page | batch 2, capacity 128, page 64, lost_page, prefix 70
+prefix, d64 | batch 9, heads 16 2, d 64, capacity 64, page 16, prefix 300
+prefix, d40, values 24 | batch 2, q 3, heads 8 2, d 40 24, padding 8, capacity 64, page 3, prefix 70
 fp16 | fp16, batch 2, heads 8 2, capacity 3000
 fp16 d64 | fp16, heads 8, d 64, page 16
 fp16 d256 | fp16, heads 8, d 256, capacity 3000
@@ -141,6 +156,12 @@ inline std::vector<DecodeCase> decode_cases() { return read_cases<DecodeCase>(kD
 inline void make_tree(DecodeCase& c) {
   if (c.seqlen_q > 64 || std::max(c.head_dim, c.head_dim_v) > 128) return;
   c.tree = true, c.right = -1, c.spans = 0;
+}
+
+// Gives a problem a prefix, if there are kernels for it.
+inline void make_prefix(DecodeCase& c, int keys) {
+  if (c.page_size == 0 || c.spans > 0 || std::max(c.head_dim, c.head_dim_v) > 128) return;
+  c.prefix = keys, c.left = -1, c.descales = false;
 }
 
 // A problem with every option at random, alone and with others. It has at most `most` KV blocks of
@@ -197,6 +218,8 @@ inline DecodeCase random_decode_case(uint32_t seed, int most) {
     if (blocks > most) continue;
     std::mt19937 of_tree(seed + 2000000);
     if (!c.has_bytes() && of_tree() % 3 == 0) make_tree(c);
+    const int keys = static_cast<int>(of_tree() % 200);
+    if (!c.has_bytes() && !c.tree && of_tree() % 2 == 0) make_prefix(c, keys);
     return c;
   }
 }

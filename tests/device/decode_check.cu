@@ -43,9 +43,11 @@ struct Workspace {
   int64_t bytes;
 
   // slots: partial results of each CTA, of which an SM has two at most.
-  explicit Workspace(int num_sms, int slots = 1)
+  // rows: with results beside those, of a call with a prefix.
+  explicit Workspace(int num_sms, int slots = 1, int64_t rows = 0)
       : num_sms(num_sms),
-        bytes(int64_t{2} * slots * num_sms * flashattn3::decode::kBlockM * (256 * 4 + 16)) {
+        bytes((int64_t{2} * slots * num_sms * flashattn3::decode::kBlockM + 2 * rows) *
+              (256 * 4 + 16)) {
     const size_t counter_bytes = sizeof(*counters);
     check(cudaMalloc(&memory, bytes));
     check(cudaMalloc(&counters, counter_bytes));
@@ -102,11 +104,13 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
                         {"1 SM", 1, false, false},
                         {"whole tiles", num_sms, true, false}};
   const int dim = std::max(c.head_dim, c.head_dim_v);
-  const int config = config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree);
+  const int config =
+      config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree, c.prefix >= 0);
   CachedRuns runs(c);
   bool good = true;
   for (const Turn& turn : turns) {
-    Workspace workspace(turn.num_sms, c.spans > 0 ? 1 + (c.capacity + 127) / 128 : 1);
+    const int64_t rows = runs.problem.lse.size();
+    Workspace workspace(turn.num_sms, c.spans > 0 ? 1 + (c.capacity + 127) / 128 : 1, rows);
     const auto launch = [&](flashattn3::ByteDecodeParams& params, DeviceMemory&) {
       params.num_sms = turn.num_sms, params.workspace = workspace.memory;
       params.leaves_sms = turn.num_sms == 3;

@@ -10,6 +10,7 @@
 
 #include "alone.h"
 #include "command_line.h"
+#include "decode/join_prefix.cuh"
 #include "decode/kernel.cuh"
 #include "decode/warp_kernel.cuh"
 #include "decode_cases.h"
@@ -33,6 +34,7 @@ struct Launch {
   int num_ctas, num_threads, shared_bytes;
   int64_t workspace_bytes;
   bool is_warp_kernel = false;
+  std::function<void()> (*join)(const DecodeParams& params) = nullptr;
 
   template <decode::Config kConfig>
   static Launch of(const DecodeParams& params) {
@@ -47,6 +49,12 @@ struct Launch {
     launch.num_ctas = grid.num_ctas, launch.num_threads = decode::num_threads(kConfig);
     launch.shared_bytes = decode::smem_bytes(kConfig);
     launch.workspace_bytes = grid.workspace_bytes(params.head_dim_v);
+    if constexpr (kConfig.prefix) {
+      launch.workspace_bytes += result_bytes(params);
+      launch.join = [](const DecodeParams& params) -> std::function<void()> {
+        return [args = make_join_arguments(params)] { decode::join_prefix<kConfig.dtype>(args); };
+      };
+    }
     return launch;
   }
 
@@ -140,7 +148,11 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn, boo
   emulation::Grid grid{launch.num_ctas, launch.num_threads};
   if (launch.is_warp_kernel || problem.c.spans > 0) grid.resident = turn.num_resident;
   grid.shared_bytes = launch.shared_bytes;
-  const bool ended = emulation::run(launch.kernel(params), grid, turn.seed);
+  bool ended = emulation::run(launch.kernel(params), grid, turn.seed);
+  if (ended && launch.join != nullptr) {
+    const int num_ctas = static_cast<int>(num_join_ctas(params));
+    ended = emulation::run(launch.join(params), {num_ctas, decode::kJoinThreads}, turn.seed);
+  }
   emulation::disturb = nullptr;
   if (!ended) return raced ? "deadlock of a raced launch" : "deadlock";
   return are_between_launches(counters) ? "" : "a count is left";
@@ -148,7 +160,7 @@ static std::string run(DecodeProblem& problem, int config, const Turn& turn, boo
 
 static int config_of(const DecodeCase& c) {
   const int dim = std::max(c.head_dim, c.head_dim_v);
-  return config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree);
+  return config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree, c.prefix >= 0);
 }
 
 static bool run_case(DecodeCase c) {

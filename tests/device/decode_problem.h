@@ -38,6 +38,7 @@ struct DecodeCase {
   int spans = 0;                    // split_tokens; 0: none
   bool page_descales = false, token_descales = false;
   bool tree = false;  // bits say which new tokens a query sees; at most 64 queries
+  int prefix = -1;    // keys in front of those of every sequence; -1: none. Of a paged cache
 
   bool has_bytes() const { return e4m3 || int8; }
 };
@@ -58,7 +59,8 @@ inline void set(DecodeCase& c, Field& field) {
                      field.read("e4m3", c.e4m3) || field.read("int8", c.int8) ||
                      field.read("page_descales", c.page_descales) ||
                      field.read("token_descales", c.token_descales) ||
-                     field.read("spans", c.spans) || field.read("tree", c.tree);
+                     field.read("spans", c.spans) || field.read("tree", c.tree) ||
+                     field.read("prefix", c.prefix);
   if (!known) field.refuse();
 }
 
@@ -77,13 +79,14 @@ struct DecodeProblem {
   std::vector<uint8_t> k_bytes, v_bytes;  // with 8 bits: the elements of k and v, which are numbers
   static constexpr int kTreeStride = 3;   // from a query's words to those of the next one
   std::vector<int> tree;
+  std::vector<int> prefix_pages;  // one more than the keys of the prefix need
 
   explicit DecodeProblem(const DecodeCase& c)
       : c(c),
         total_q(c.cu_q.empty() ? c.seqlen_q : c.cu_q.back()),
         num_caches(c.cache_idx.empty() ? c.batch : c.batch + 2),
         max_pages(c.page_size ? (c.capacity + c.page_size - 1) / c.page_size : 1),
-        num_pages(c.page_size ? num_caches * max_pages + 3 : num_caches),
+        num_pages(c.page_size ? num_caches * max_pages + 3 + pages_of_prefix(c) : num_caches),
         q(c.cu_q.empty() ? c.batch : 1, total_q, c.heads_q, c.head_dim, false, c.padding),
         k(num_pages, c.page_size ? c.page_size : c.capacity, c.heads_kv, c.head_dim, c.head_major,
           c.padding),
@@ -97,6 +100,7 @@ struct DecodeProblem {
     for (int i = 0; i < num_pages; ++i) pages[i] = i;
     std::shuffle(pages.begin(), pages.end(), random);
     if (c.page_size) table.assign(pages.begin(), pages.begin() + num_caches * max_pages);
+    prefix_pages.assign(pages.end() - pages_of_prefix(c), pages.end());
     for (int h = 0; h < c.heads_q && c.sinks; ++h) sinks.push_back(normal(random));
     for (int i = 0; i < c.batch * c.heads_kv && c.descales; ++i) {
       q_descale.push_back(0.5f + i % 3);
@@ -128,6 +132,15 @@ struct DecodeProblem {
             keys[i] = stored(c.grows ? way * direction[i] + 0.1f * x : x);
           }
           for (int i = 0; i < v.dim; ++i) values[i] = stored(normal(random));
+        }
+      }
+    }
+    for (int key = 0; key < c.prefix; ++key) {
+      for (int h = 0; h < c.heads_kv; ++h) {
+        const auto [page, slot] = place(kPrefix, key);
+        for (Tensor* of : {&k, &v}) {
+          uint16_t* const at = of->row(page, slot, h);
+          for (int i = 0; i < of->dim; ++i) at[i] = stored(normal(random));
         }
       }
     }
@@ -216,7 +229,13 @@ struct DecodeProblem {
     return tree[row * kTreeStride + token / 32] >> token % 32 & 1;
   }
 
+  static constexpr int kPrefix = -2;  // in place of an entry of the page table
+  static int pages_of_prefix(const DecodeCase& c) {
+    return c.prefix < 0 ? 0 : c.prefix / c.page_size + 1;
+  }
+
   std::pair<int, int> place(int cache_idx, int key) const {
+    if (cache_idx == kPrefix) return {prefix_pages[key / c.page_size], key % c.page_size};
     if (!c.page_size) return {cache_idx, key};
     return {table[cache_idx * max_pages + key / c.page_size], key % c.page_size};
   }
@@ -246,12 +265,18 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
   const double scale = (c.scale != 0.f ? c.scale : 1 / std::sqrt(double(c.head_dim))) *
                        value(problem.q_descale) * value(problem.k_descale);
   const uint16_t* q = problem.q.row(c.cu_q.empty() ? row.b : 0, s.offset + row.query, row.head);
-  std::vector<double> p(std::max(0, end - begin));
+  // The row's keys: those of the prefix come first.
+  const int of_prefix = std::max(0, c.prefix), count = of_prefix + std::max(0, end - begin);
+  const auto place = [&, first = begin](int i) {
+    if (i < of_prefix) return problem.place(problem.kPrefix, i);
+    return problem.place(s.cache_idx, first + i - of_prefix);
+  };
+  std::vector<double> p(count);
   double largest = 0;
-  for (int key = begin; key < end; ++key) {
+  for (int i_key = 0; i_key < count; ++i_key) {
     double x = std::numeric_limits<double>::quiet_NaN();
-    if (s.cache_idx >= 0) {
-      const auto [page, slot] = problem.place(s.cache_idx, key);
+    if (s.cache_idx >= 0 || i_key < of_prefix) {
+      const auto [page, slot] = place(i_key);
       if (page < problem.num_pages) {
         const uint16_t* k = problem.k.row(page, slot, kv);
         x = 0;
@@ -264,19 +289,19 @@ inline void compute_row(DecodeProblem& problem, DecodeRow& row) {
     x *= scale;
     largest = std::max(largest, std::fabs(x));
     if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
-    if (!problem.shows(row.b, row.query, s, key)) x = -INFINITY;
-    p[key - begin] = x;
+    if (!problem.shows(row.b, row.query, s, begin + i_key - of_prefix)) x = -INFINITY;
+    p[i_key] = x;
   }
   row.lse = softmax(p, problem.sinks.empty() ? -INFINITY : problem.sinks[row.head]);
   row.out.assign(problem.v.dim, 0.), row.bound.assign(problem.v.dim, 0.);
-  for (int key = begin; key < end; ++key) {
-    if (p[key - begin] == 0) continue;
-    double weight = p[key - begin] * value(problem.v_descale);
+  for (int i_key = 0; i_key < count; ++i_key) {
+    if (p[i_key] == 0) continue;
+    double weight = p[i_key] * value(problem.v_descale);
     if (std::isnan(weight)) {
       std::fill(row.out.begin(), row.out.end(), weight);
       break;
     }
-    const auto [page, slot] = problem.place(s.cache_idx, key);
+    const auto [page, slot] = place(i_key);
     weight *= problem.key_descale(problem.v_key_descale, page, slot, kv);
     const uint16_t* v = problem.v.row(page, slot, kv);
     for (int i = 0; i < problem.v.dim; ++i) {
@@ -417,7 +442,10 @@ flashattn3::ByteDecodeParams make_params(DecodeProblem& p, Memory&& memory, floa
            .v_descale_stride = p.stride_of(p.v_descale),
            .tree_mask = memory(p.tree),
            .tree_words = p.tree_words(),
-           .tree_stride = {int64_t{p.total_q} * p.kTreeStride, p.kTreeStride, 0}},
+           .tree_stride = {int64_t{p.total_q} * p.kTreeStride, p.kTreeStride, 0},
+           .prefix_pages = memory(p.prefix_pages),
+           .prefix_len = c.prefix,
+           .prefix_capacity = static_cast<int>(p.prefix_pages.size()) * c.page_size},
           key_descale(p.k_key_descale),
           key_descale(p.v_key_descale),
           c.int8};

@@ -45,7 +45,11 @@ def prepare(hopper: HopperBackend, problem: CacheProblem, device: DeviceInfo) ->
             return append_launch.AppendLaunch(problem, hopper.library())
         return TRITON.prepare(problem, device)
     chosen, appends = choose(hopper, problem), append_reason(hopper, problem) is None
-    return decode_launch.decode_launch(problem, device, hopper.library(), *chosen, appends)
+    of_prefix = decode_launch.prefix_config_of(problem, chosen[0])
+    if of_prefix is not None and hopper.unusable_reason(of_prefix, problem.backend) is not None:
+        of_prefix = None
+    library = hopper.library()
+    return decode_launch.decode_launch(problem, device, library, *chosen, appends, of_prefix)
 
 
 def append_reason(hopper: HopperBackend, problem: CacheProblem) -> str | None:

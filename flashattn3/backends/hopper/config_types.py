@@ -135,6 +135,8 @@ class DecodeConfig(NamedTuple):
     num_byte_tiles: of a cache of 8 bits: K and V tiles in flight before they are widened to fp16;
         0: the cache has q's dtype.
     tree: as for ForwardConfig; such a config has one kernel.
+    prefix: whether all sequences have the same keys in front of their own (prefix_page_table); such
+        a config has one kernel, and one that joins the results.
     measured: as for ForwardConfig.
     """
 
@@ -150,13 +152,14 @@ class DecodeConfig(NamedTuple):
     spans: bool = False
     num_byte_tiles: int = 0
     tree: bool = False
+    prefix: bool = False
     measured: str = ""
 
     @property
     def name(self) -> str:
         dtypes = f"{self.dtype}{'_bytes' * (self.num_byte_tiles > 0)}"
         tile = f"{self.block_n}x{self.num_stages}"
-        kind = "_spans" * self.spans + "_tree" * self.tree
+        kind = "_spans" * self.spans + "_tree" * self.tree + "_prefix" * self.prefix
         return f"decode_{dtypes}_d{self.head_dim}_{tile}{kind}"
 
     @property

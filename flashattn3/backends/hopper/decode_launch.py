@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...call.cache_descales import OF_KEYS
-from ...call.cached import DecodeTensors
+from ...call.cached import DecodeTensors, new_out
 from ...call.dtypes import EIGHT_BIT, NAMES, SIXTEEN_BIT
 from ..base import CachedOperators, score_factor_reason
 from .config_types import DECODE_TILE_ROWS, MAX_HEAD_DIM
@@ -21,6 +21,7 @@ from .kernel_configs import (
     DECODE_CONFIGS,
     DecodeConfig,
     ForwardConfig,
+    KernelConfig,
     select_byte_decode_config,
     select_cached_forward_config,
     select_decode_config,
@@ -63,7 +64,8 @@ class DecodeLaunch:
 
     reason: why on this kind of kernel. leaves_sms: whether SMs are to stay free. short_queries: of
     sequences that run on a decode kernel beside a forward kernel; 0: none do. appends: whether the
-    append kernel writes the new tokens of such calls.
+    append kernel writes the new tokens of such calls. prefix_launch: of the kernel for such calls
+    with a prefix, or None.
     """
 
     needs_lse = False
@@ -77,6 +79,7 @@ class DecodeLaunch:
     leaves_sms: bool
     short_queries: int
     appends: bool
+    prefix_launch: KernelLaunch | None = field(compare=False, repr=False)
 
     def describe(self) -> dict[str, object]:
         config = self.kernel_config
@@ -154,6 +157,40 @@ class DecodeLaunch:
             return out.copy_(operator(handle, lse, *numbers, *tensors[:num_passed]))
 
         return run
+
+    @cached_property
+    def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable] | None:
+        """See ``CachedLaunch``."""
+        if self.prefix_launch is None:
+            return None
+        operator, handle = self.library.decode_after_prefix, self.prefix_launch.handle
+        problem, copied = self.problem, self.copied
+
+        def of_prefix(page_table: Tensor, seqlen_of_prefix: Tensor | None, length: int) -> Callable:
+            prefix = page_table, seqlen_of_prefix, length
+
+            def run(
+                out: Tensor | None,
+                lse: Tensor | None,
+                tensors: DecodeTensors,
+                lengths: Lengths,
+                options_hash: int,
+            ) -> Tensor:
+                tensors = _converted(problem, tensors, copied)
+                q = tensors.q
+                if q.ndim == 4 and q.stride(0) != q.shape[1] * q.stride(1):
+                    tensors = tensors._replace(q=q.contiguous())
+                seqlen, seqlen_new, longest = lengths
+                seqlen = -1 if seqlen is None else seqlen
+                longest = -1 if longest is None else longest
+                into = new_out(tensors) if out is None or not _is_aligned(out) else out
+                numbers = lse, seqlen, seqlen_new, longest, options_hash
+                operator(into, *prefix, handle, *numbers, *tensors[:-1])  # no slopes
+                return into if out is None or out is into else out.copy_(into)
+
+            return run
+
+        return of_prefix
 
     @cached_property
     def keep(self) -> Callable[[int, int, int], CachedOperators] | None:
@@ -246,6 +283,16 @@ def tree_reason(problem: DecodeProblem) -> str | None:
     return None
 
 
+def prefix_config_of(problem: DecodeProblem, config: KernelConfig) -> DecodeConfig | None:
+    """The decode kernel that reads a prefix in front of all sequences of a problem of the config.
+    None: there is none, or the rows of a sequence are so many that a forward kernel takes them."""
+    kind = _kind(problem)
+    if config.kind == "forward" or reads_bytes(problem) or any(kind) or not problem.page_size:
+        return None
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return select_decode_config(NAMES[problem.dtype], head_dim, prefix=True)
+
+
 def reads_bytes(problem: DecodeProblem) -> bool:
     """Whether the cache has 8 bits."""
     return problem.cache_dtype in EIGHT_BIT
@@ -330,15 +377,24 @@ def decode_launch(
     config: DecodeConfig | ForwardConfig,
     reason: str,
     appends: bool = False,
+    prefix_config: DecodeConfig | None = None,
 ) -> DecodeLaunch:
     """Check the problem's numbers in the library, once. RuntimeError if the kernel refuses it."""
     short = short_queries(problem, config, library)
     short_config = CACHED_CONFIGS.index(config_of(problem)) if short else -1
     record = decode_record_of(problem, device, short_config, short)
+
+
+    def prepared(config: DecodeConfig | ForwardConfig) -> KernelLaunch:
+        return KernelLaunch(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
+
     with _disable_current_modes():  # the plan outlives the call
-        kernel_launch = KernelLaunch(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
+        kernel_launch = prepared(config)
+        of_prefix = None if prefix_config is None else prepared(prefix_config)
     sms = record.num_sms, record.leaves_sms
-    return DecodeLaunch(problem, config, reason, kernel_launch, library, *sms, short, appends)
+    return DecodeLaunch(
+        problem, config, reason, kernel_launch, library, *sms, short, appends, of_prefix
+    )
 
 
 def _is_aligned(out: Tensor) -> bool:

@@ -194,6 +194,12 @@ DECODE_CONFIGS += tuple(
     for config in DECODE_CONFIGS
     if config.head_dim <= 128 and not config.spans
 )
+PREFIX_MEASURED = ""
+DECODE_CONFIGS += tuple(
+    config._replace(prefix=True, measured=PREFIX_MEASURED)
+    for config in DECODE_CONFIGS
+    if config.head_dim <= 128 and not config.spans and not config.tree
+)
 BYTE_DECODE_MEASURED = "H100 80GB HBM3, decode_check, 2026-11-27"
 # For caches of 8 bits beside q of 16: the same, and num_byte_tiles
 BYTE_DECODE_CONFIGS = tuple(
@@ -317,14 +323,15 @@ def select_backward_config(
 
 
 def select_decode_config(
-    dtype: str, head_dim: int, spans: bool = False, tree: bool = False
+    dtype: str, head_dim: int, spans: bool = False, tree: bool = False, prefix: bool = False
 ) -> DecodeConfig | None:
     """The config with the smallest sufficient head dim; None if there is none."""
-    kind = dtype, spans, tree
+    kind = dtype, spans, tree, prefix
     fitting = [
         config
         for config in DECODE_CONFIGS
-        if (config.dtype, config.spans, config.tree) == kind and config.head_dim >= head_dim
+        if (config.dtype, config.spans, config.tree, config.prefix) == kind
+        and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
@@ -374,7 +381,8 @@ def configs_hash() -> str:
     lines = []
     for config in all_configs():
         values = {name: getattr(config, name) for name in compiled_fields(type(config))}
-        absent = {"term": NO_TERM, "listed": False, "spans": False, "tree": False}
+        kinds = dict.fromkeys(("listed", "spans", "tree", "prefix"), False)
+        absent = {"term": NO_TERM, **kinds}
         values = {name: value for name, value in values.items() if value != absent.get(name)}
         lines.append(f"{config.kind} {values}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -72,6 +72,8 @@ DECODE_ARGUMENTS = (
     *("lse", "seqlen", "seqlen_new", "max_seqlen_q", "options_hash"),
     *(field.name for field in DECODE_TENSORS),
 )
+# Those of decode_after_prefix after out and before the launch.
+PREFIX_ARGUMENTS = "prefix_page_table", "prefix_seqlen", "prefix_len"
 # The arguments of forward_kept after the number of the options (csrc/torch_binding/kept_op.cpp).
 FOUND_ARGUMENTS = ("returns_lse", *(field.name for field in FOUND), "max_logit")
 # Those of the backward with scores after the prepared launch (csrc/torch_binding/backward_op.cpp).

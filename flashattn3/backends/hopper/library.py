@@ -22,6 +22,7 @@ from .launch_record import (
     BACKWARD_ARGUMENTS,
     DECODE_ARGUMENTS,
     FOUND_ARGUMENTS,
+    PREFIX_ARGUMENTS,
     DecodeRecord,
     LaunchRecord,
 )
@@ -57,6 +58,7 @@ class Library(NamedTuple):
     decode_size: Callable | None = None
     decode: Callable | None = None
     decode_into: Callable | None = None
+    decode_after_prefix: Callable | None = None
     keep_passes: Callable | None = None
     forget_passes: Callable | None = None
     forward_kept: Callable | None = None
@@ -107,6 +109,7 @@ def find_library() -> Library:
         "prepare_backward": LaunchRecord._fields,
         "prepare_decode": DecodeRecord._fields,
         "decode": DECODE_ARGUMENTS,
+        "decode_after_prefix": (*PREFIX_ARGUMENTS, "launch", *DECODE_ARGUMENTS),
         "forward_kept_scores": FOUND_ARGUMENTS,
         "backward_scores": BACKWARD_ARGUMENTS,
     }

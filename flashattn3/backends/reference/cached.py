@@ -33,7 +33,7 @@ class ReferenceCachedCall(NamedTuple):
 
     problem: CacheProblem
     needs_lse = True
-    keep = None
+    keep = after_prefix = None
 
     def describe(self) -> dict[str, object]:
         return {"computes in": wide_dtype(self.problem.dtype)}

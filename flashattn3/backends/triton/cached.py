@@ -26,7 +26,7 @@ class TritonCachedCall:
     """See ``CachedLaunch``. Triton is imported with the first launch."""
 
     needs_lse = False
-    keep = None
+    keep = after_prefix = None
 
     def __init__(self, problem: CacheProblem, tile: CacheTile) -> None:
         self.problem, self.tile = problem, tile

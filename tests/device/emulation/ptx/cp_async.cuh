@@ -14,6 +14,10 @@ inline void copy_async(uint32_t to, const void* from, bool exists) {
   emulation::start_copy(to, exists ? from : nullptr, 16);
 }
 
+inline void copy_async(uint32_t to, const void* from, bool exists, bool) {
+  copy_async(to, from, exists);
+}
+
 inline void arrive_when_copied(Barrier& barrier) {
   const auto complete = [&barrier, copies = std::exchange(emulation::self().copies, {})] {
     for (const emulation::Copy& copy : copies) copy.complete();
