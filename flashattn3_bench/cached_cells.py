@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 SUITES = ("decode", "latency", "paged", "ragged", "chunk", "mixed", "invariant", "kv8", "tree")
+SUITES += ("prefix",)
 QUICK_LENGTH = 40
 
 
@@ -16,6 +17,7 @@ class CachedCell:
     seqlen_q: queries of each sequence; ragged: with cu_seqlens_q, one query of each sequence but
     the last, which has seqlen_q. stored: the dtype of caches of 8 bits. descales: "cache", one
     number, or "tokens". appends: seqlen_q new tokens are written behind the others, nothing else.
+    prefix: keys in front of those of every sequence.
     """
 
     suite: str
@@ -32,6 +34,7 @@ class CachedCell:
     stored: str = ""
     descales: str = "cache"
     appends: bool = False
+    prefix: int = 0
 
     @property
     def group(self) -> int:
@@ -46,7 +49,7 @@ class CachedCell:
     def visible(self) -> int:
         """Keys that are read, of all sequences."""
         if self.window < 0:
-            return sum(self.lengths)
+            return sum(self.lengths) + self.prefix
         pairs = zip(self.lengths, self.queries, strict=True)
         return sum(min(n, self.window + queries) for n, queries in pairs)
 
@@ -63,6 +66,7 @@ class CachedCell:
     def flops(self) -> float:
         pairs = zip(self.lengths, self.queries, strict=True)
         scores = sum(queries * n - queries * (queries - 1) // 2 for n, queries in pairs)
+        scores += self.prefix * sum(self.queries)
         return 4 * scores * self.heads * self.head_dim
 
     @property
@@ -88,6 +92,7 @@ TREES = (
     (16, 32, 8, 128, 16),
     (4, 32, 8, 128, 16),
 )
+PREFIXES = ((64, 16), (64, 256), (8, 16), (256, 16))  # sequences, page
 KV8_CHUNKS = ((1, 2048, 16384), (1, 256, 16384), (8, 256, 4096))
 # 64 lengths from 64 to 32k, evenly spaced in their logarithm.
 RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
@@ -166,6 +171,12 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
                        (4096,) * 32, heads, heads_kv, dim, new, size)
             for new, heads, heads_kv, dim, size in TREES
         ]  # fmt: skip
+    elif suite == "prefix":
+        cells = [
+            CachedCell(suite, f"8k, then {batch} x 512, page {size}", (512,) * batch,
+                       page_size=size, prefix=8192)
+            for batch, size in PREFIXES
+        ]  # fmt: skip
     elif suite == "mixed":
         row = "63 x 8k decoded, 2048 of 8k, page"
         of = {"lengths": (8192,) * 64, "seqlen_q": 2048, "ragged": True}
@@ -202,4 +213,6 @@ def _cut_down(cell: CachedCell) -> CachedCell:
     name += f", page {cell.page_size}" * (cell.page_size > 0) + ", ragged" * cell.ragged
     if cell.stored:
         name += f", {cell.stored}, of {cell.descales}" + ", append" * cell.appends
-    return replace(cell, row=name, lengths=lengths, heads=group, heads_kv=1, seqlen_q=new)
+    of_prefix = min(cell.prefix, QUICK_LENGTH)
+    of = {"lengths": lengths, "heads": group, "heads_kv": 1, "seqlen_q": new, "prefix": of_prefix}
+    return replace(cell, row=name, **of)

@@ -31,7 +31,7 @@ from .runner import OK, Record, Settings, refusal, times_of
 from .timing import Timing, interleave, make_clock
 
 READ, DENSE, APART, SPANS = "read", "dense", "apart", "split_tokens=1024"
-TREE, TRITON = "tree_mask", "triton"
+TREE, TRITON, TWO_CALLS = "tree_mask", "triton", "two calls"
 
 
 @dataclass
@@ -40,7 +40,8 @@ class CachedInputs:
     each sequence, (length, heads_kv, head_dim), dense: views of one cache.
 
     pages: (k_cache, v_cache, page_table) of the same tokens, where the cell has pages. stored: the
-        caches of 8 bits and their descales, of which all others have the values.
+        caches of 8 bits and their descales, of which all others have the values. prefix: the page
+        table of the keys in front of those of every sequence, and these keys and values.
     """
 
     q: Tensor
@@ -51,6 +52,7 @@ class CachedInputs:
     seqlens: Tensor
     sinks: Tensor | None
     stored: eight_bits.Arguments | None = None
+    prefix: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
@@ -67,15 +69,15 @@ def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
         k, v = ([x[i, :n] for i, n in enumerate(lengths)] for x in caches)
         return CachedInputs(q, k, v, tuple(caches), None, seqlens, sinks, stored)
     size = cell.page_size
-    needed = [-(-n // size) for n in lengths]
+    needed = [-(-n // size) for n in (*lengths, cell.prefix)]
     generator = normal.keywords["generator"]
     order = torch.randperm(sum(needed), device=device, generator=generator).int()
     caches = [normal(sum(needed), size, heads_kv, dim) for _ in range(2)]
     q, stored = _in_8_bits(cell, q, caches)
-    table = torch.full((batch, max(needed)), -1, dtype=torch.int32, device=device)
+    pages_of = order.split(needed)
+    table = torch.full((batch, max(needed[:-1])), -1, dtype=torch.int32, device=device)
     k, v = [], []
-    for index, (begin, count) in enumerate(zip(accumulate([0, *needed]), needed, strict=False)):
-        pages = order[begin : begin + count]
+    for index, (pages, count) in enumerate(zip(pages_of[:-1], needed, strict=False)):
         table[index, :count] = pages
         k.append(caches[0][pages.long()].flatten(0, 1)[: lengths[index]])
         v.append(caches[1][pages.long()].flatten(0, 1)[: lengths[index]])
@@ -83,7 +85,11 @@ def make_cached_inputs(cell: CachedCell, settings: Settings) -> CachedInputs:
     if len(set(lengths)) == 1:
         dense = torch.stack(k), torch.stack(v)
         k, v = (list(x) for x in dense)
-    return CachedInputs(q, k, v, dense, (*caches, table), seqlens, sinks, stored)
+    prefix = None
+    if cell.prefix:
+        of_prefix = (x[pages_of[-1].long()].flatten(0, 1)[: cell.prefix] for x in caches)
+        prefix = pages_of[-1][None], *of_prefix
+    return CachedInputs(q, k, v, dense, (*caches, table), seqlens, sinks, stored, prefix)
 
 
 def _in_8_bits(
@@ -104,6 +110,8 @@ def _calls(cell: CachedCell, inputs: CachedInputs, settings: Settings) -> dict[s
     """Provider → its call, which returns out in q's shape."""
     if cell.ragged:
         return _mixed_calls(cell, inputs)
+    if inputs.prefix:
+        return _prefix_calls(cell, inputs)
     q, options = inputs.q, {**cell.options, "sinks": inputs.sinks}
     cached = partial(flashattn3.flash_attn_with_kvcache, q, cache_seqlens=inputs.seqlens, **options)
     calls: dict[str, Call] = {}
@@ -161,6 +169,26 @@ def _mixed_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:
     return {OURS: partial(attend, q, k_cache, v_cache, **whole), APART: apart}
 
 
+def _prefix_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:
+    """The prefix and the sequences in one call; in a call each, whose results are combined."""
+    q, (k_cache, v_cache, table), (pages, *_) = inputs.q, inputs.pages, inputs.prefix
+    attend = partial(flashattn3.flash_attn_with_kvcache, k_cache=k_cache, v_cache=v_cache)
+    own = {"cache_seqlens": inputs.seqlens, "page_table": table, "causal": True}
+    of_prefix = {"cache_seqlens": cell.prefix, "page_table": pages, "return_lse": True}
+
+    def two_calls() -> Tensor:
+        (first, first_lse), (out, lse) = (
+            attend(q.flatten(0, 1)[None], **of_prefix), attend(q, **own, return_lse=True)
+        )  # fmt: skip
+        first_lse = first_lse[0].unflatten(1, q.shape[:2]).transpose(0, 1)
+        outs = torch.stack((first.view(out.shape), out))
+        lses = torch.stack((first_lse, lse)).transpose(-1, -2)
+        return flashattn3.flash_attn_combine(outs, lses)[0]
+
+    one = partial(attend, q, **own, prefix_page_table=pages, prefix_len=cell.prefix)
+    return {OURS: one, TWO_CALLS: two_calls}
+
+
 def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPA_BACKENDS[name]):
@@ -215,6 +243,8 @@ def _rows(cell: CachedCell, x: Tensor, index: int) -> Tensor:
 def _sample(cell: CachedCell, inputs: CachedInputs, dtype: torch.dtype, index: int) -> Tensor:
     """out of a sequence and the last KV head, (queries, group, head_dim), computed in ``dtype``."""
     q, k, v = _rows(cell, inputs.q, index), inputs.k[index][:, -1:], inputs.v[index][:, -1:]
+    if inputs.prefix:
+        k, v = (torch.cat((x[:, -1:], y)) for x, y in zip(inputs.prefix[1:], (k, v), strict=True))
     sinks = None if inputs.sinks is None else inputs.sinks[-cell.group :]
     options = {"softmax_scale": cell.head_dim**-0.5, "window_left": cell.window}
     tensors = Tensors(*(x.unsqueeze(0) for x in (q, k, v)), sinks=sinks)

@@ -126,9 +126,9 @@ struct TreeArguments : Arguments {
   TreeMask tree;
 };
 
-// A prefix: keys that all sequences have in front of their own. Its work tiles are those of one more
-// sequence, the last of the batch, whose queries are all tokens of q: each sees all of its keys. So
-// rows have two results, which join_prefix.cuh joins.
+// A prefix: keys that all sequences have in front of their own. Its work tiles are those of one
+// more sequence, the last of the batch, whose queries are all tokens of q: each sees all of its
+// keys. So rows have two results, which join_prefix.cuh joins.
 struct PrefixArguments : Arguments {
   const int32_t* prefix_pages;   // pages of the cache
   const int32_t* prefix_seqlen;  // (1), or null: prefix_len

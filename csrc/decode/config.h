@@ -16,10 +16,10 @@ struct Config {
   int num_q_buffers;      // 2: the next part's Q is loaded while this part is computed
   int num_consumers;      // warpgroups, which take the KV blocks of a part in turn
   bool spans;  // results of fixed spans of keys are joined in order (spans.cuh, split_tokens)
-  int num_byte_tiles;  // of a cache of 8 bits: K and V tiles in flight before they are widened to
-                       // fp16 (load_bytes.cuh); 0: the cache has q's dtype
+  int num_byte_tiles;   // of a cache of 8 bits: K and V tiles in flight before they are widened to
+                        // fp16 (load_bytes.cuh); 0: the cache has q's dtype
   bool tree = false;    // bits say which new tokens a query sees (attention/tree_mask.cuh)
-  bool prefix = false;  // all sequences have the same keys in front of their own (join_prefix.cuh)
+  bool prefix = false;  // all sequences have the same keys in front of theirs (join_prefix.cuh)
 };
 
 constexpr bool has_bytes(const Config& config) { return config.num_byte_tiles > 0; }

@@ -50,8 +50,9 @@ __global__ void __launch_bounds__(kJoinThreads)
   factor = all.sum == 0.f ? 0.f : factor / all.sum;
   uint16_t* const out =
       args.out + batch_idx * args.out_batch + in_batch * args.out_seq + head * args.out_head;
-  *reinterpret_cast<uint2*>(out + column) = make_uint2(
-      pack<kElement>(sum.x * factor, sum.y * factor), pack<kElement>(sum.z * factor, sum.w * factor));
+  *reinterpret_cast<uint2*>(out + column) =
+      make_uint2(pack<kElement>(sum.x * factor, sum.y * factor),
+                 pack<kElement>(sum.z * factor, sum.w * factor));
 }
 
 }  // namespace flashattn3::decode

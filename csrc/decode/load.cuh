@@ -221,7 +221,7 @@ class Producer {
   uint32_t shared_;
   const int row_, vec_;
   PipelineState<Traits::kQBuffers> q_{1};
-  StageState kv_0_, kv_1_;  // of each consumer warpgroup
+  StageState kv_0_, kv_1_;      // of each consumer warpgroup
   bool is_read_again_ = false;  // the keys of the part; of a kernel with a prefix
 };
 

@@ -21,7 +21,8 @@ class PartPublisher {
     if (args.counters != nullptr) launch_ = start_launch(&args.counters->launch, gridDim.x);
     storage.unpublished = storage.share;
     Part first;
-    if (!take_part<kConfig.block_n, span_step(kConfig), kConfig.prefix>(args, storage.unpublished, first))
+    if (!take_part<kConfig.block_n, span_step(kConfig), kConfig.prefix>(args, storage.unpublished,
+                                                                        first))
       publish_next();
   }
 
@@ -31,8 +32,8 @@ class PartPublisher {
     // Sync: all warps have read the part that had the buffer.
     storage_.part_empty[at_.index()].wait(at_.phase());
     PendingPart& next = storage_.parts[at_.index()];
-    publishes_ =
-        take_part<kConfig.block_n, span_step(kConfig), kConfig.prefix>(args_, storage_.unpublished, next.part);
+    publishes_ = take_part<kConfig.block_n, span_step(kConfig), kConfig.prefix>(
+        args_, storage_.unpublished, next.part);
     if (publishes_) {
       next.sequence = storage_.unpublished.sequence;
     } else {
@@ -66,7 +67,8 @@ class PartQueue {
     if (is_first_) {
       is_first_ = false;
       WorkShare share = storage_.share;
-      const bool any = take_part<kConfig.block_n, span_step(kConfig), kConfig.prefix>(args_, share, part);
+      const bool any =
+          take_part<kConfig.block_n, span_step(kConfig), kConfig.prefix>(args_, share, part);
       sequence_ = share.sequence;
       if (any) return true;
     }

@@ -76,7 +76,8 @@ __host__ __device__ __forceinline__ CachedSequence find_cached_sequence(const Ar
   return found;
 }
 
-// Returns the prefix as a sequence. With an axis for the batch, batch_idx * q_batch is the end of q.
+// Returns the prefix as a sequence. With an axis for the batch, batch_idx * q_batch is the end of
+// q.
 template <int kBlockN>
 __host__ __device__ __forceinline__ CachedSequence find_prefix(const PrefixArguments& args) {
   CachedSequence found;

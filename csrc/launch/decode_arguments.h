@@ -106,8 +106,8 @@ struct DecodeGrid {
     return {.num_shares = shares,
             .share_heads = heads,
             .num_ctas = shares * heads,
-            .partial_rows = static_cast<int>(
-                std::clamp<int64_t>(most_tokens, 1, int{rows.tokens}) * rows.heads),
+            .partial_rows = static_cast<int>(std::clamp<int64_t>(most_tokens, 1, int{rows.tokens}) *
+                                             rows.heads),
             .log2_stages = std::countr_zero(static_cast<unsigned>(num_stages)),
             .whole_tiles = whole,
             .span_slots = config.spans ? static_cast<int>(1 + (whole ? 0 : of_share)) : 0};

@@ -124,9 +124,7 @@ struct DecodeParams {
   const int32_t* prefix_seqlen = nullptr;  // (1): its tokens; null: prefix_len
   int prefix_len = 0, prefix_capacity = 0;
 
-  int64_t tokens() const {
-    return cu_seqlens_q != nullptr ? total_q : int64_t{batch} * seqlen_q;
-  }
+  int64_t tokens() const { return cu_seqlens_q != nullptr ? total_q : int64_t{batch} * seqlen_q; }
 };
 
 // The parameters of a problem without tensors, lengths and sizes.

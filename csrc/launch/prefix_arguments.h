@@ -1,5 +1,5 @@
-// The arguments of the kernels of a call with a prefix: the decode kernel and the one that joins its
-// results.
+// The arguments of the kernels of a call with a prefix: the decode kernel and the one that joins
+// its results.
 #pragma once
 
 #include <climits>
@@ -78,8 +78,7 @@ void expect_prefix(const char* name, const DecodeParams& params) {
   }
   if (!given) return;
   // A bound on one sequence with the rows of all, as the kernel counts them.
-  expect(params.tokens() < INT_MAX / 2, "launch", "the tokens of q", "below 2^30",
-         params.tokens());
+  expect(params.tokens() < INT_MAX / 2, "launch", "the tokens of q", "below 2^30", params.tokens());
   const bool of_one_row = params.cu_seqlens_q != nullptr || params.batch <= 1 ||
                           params.q_stride.batch == params.seqlen_q * params.q_stride.seq;
   expect(of_one_row, "launch", "q", "with one stride between tokens", "two");

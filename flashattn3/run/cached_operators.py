@@ -48,9 +48,7 @@ _NUM_DECODE, _NUM_APPEND = len(DecodeTensors._fields), len(AppendTensors._fields
 
 
 _OF_DECODE = f"{schema((*DECODE_TENSORS, CACHED_SLOPES))}, {_LENGTHS}, {DECODE.schema}"
-torch.library.define(
-    "flashattn3::decode", f"(Tensor(a!) out, Tensor(b!) lse, {_OF_DECODE}) -> ()"
-)
+torch.library.define("flashattn3::decode", f"(Tensor(a!) out, Tensor(b!) lse, {_OF_DECODE}) -> ()")
 torch.library.define(
     "flashattn3::decode_after_prefix",
     "(Tensor(a!) out, Tensor(b!) lse, Tensor prefix_page_table, Tensor? prefix_seqlen, "

@@ -104,8 +104,7 @@ static bool run_case(const DecodeCase& c, int index, int num_sms) {
                         {"1 SM", 1, false, false},
                         {"whole tiles", num_sms, true, false}};
   const int dim = std::max(c.head_dim, c.head_dim_v);
-  const int config =
-      config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree, c.prefix >= 0);
+  const int config = config_of(c.fp16, dim, c.spans > 0, c.has_bytes(), c.tree, c.prefix >= 0);
   CachedRuns runs(c);
   bool good = true;
   for (const Turn& turn : turns) {

@@ -44,23 +44,22 @@ struct DecodeCase {
 };
 
 inline void set(DecodeCase& c, Field& field) {
-  const bool known = read_mask(field, c.left, c.right) || field.read("fp16", c.fp16) ||
-                     field.read("batch", c.batch) || field.read("q", c.seqlen_q) ||
-                     field.read("heads", c.heads_q, c.heads_kv) ||
-                     field.read("d", c.head_dim, c.head_dim_v) ||
-                     field.read("capacity", c.capacity) || field.read("page", c.page_size) ||
-                     field.read("seqlens", c.seqlens) || field.read("cu_q", c.cu_q) ||
-                     field.read("cu_new", c.cu_new) || field.read("new", c.seqlen_new) ||
-                     field.read("leftpad", c.leftpad) || field.read("cache_idx", c.cache_idx) ||
-                     field.read("softcap", c.softcap) || field.read("scale", c.scale) ||
-                     field.read("sinks", c.sinks) || field.read("descales", c.descales) ||
-                     field.read("head_major", c.head_major) || field.read("padding", c.padding) ||
-                     field.read("grows", c.grows) || field.read("lost_page", c.lost_page) ||
-                     field.read("e4m3", c.e4m3) || field.read("int8", c.int8) ||
-                     field.read("page_descales", c.page_descales) ||
-                     field.read("token_descales", c.token_descales) ||
-                     field.read("spans", c.spans) || field.read("tree", c.tree) ||
-                     field.read("prefix", c.prefix);
+  const bool known =
+      read_mask(field, c.left, c.right) || field.read("fp16", c.fp16) ||
+      field.read("batch", c.batch) || field.read("q", c.seqlen_q) ||
+      field.read("heads", c.heads_q, c.heads_kv) || field.read("d", c.head_dim, c.head_dim_v) ||
+      field.read("capacity", c.capacity) || field.read("page", c.page_size) ||
+      field.read("seqlens", c.seqlens) || field.read("cu_q", c.cu_q) ||
+      field.read("cu_new", c.cu_new) || field.read("new", c.seqlen_new) ||
+      field.read("leftpad", c.leftpad) || field.read("cache_idx", c.cache_idx) ||
+      field.read("softcap", c.softcap) || field.read("scale", c.scale) ||
+      field.read("sinks", c.sinks) || field.read("descales", c.descales) ||
+      field.read("head_major", c.head_major) || field.read("padding", c.padding) ||
+      field.read("grows", c.grows) || field.read("lost_page", c.lost_page) ||
+      field.read("e4m3", c.e4m3) || field.read("int8", c.int8) ||
+      field.read("page_descales", c.page_descales) ||
+      field.read("token_descales", c.token_descales) || field.read("spans", c.spans) ||
+      field.read("tree", c.tree) || field.read("prefix", c.prefix);
   if (!known) field.refuse();
 }
 

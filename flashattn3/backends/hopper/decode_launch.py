@@ -384,7 +384,6 @@ def decode_launch(
     short_config = CACHED_CONFIGS.index(config_of(problem)) if short else -1
     record = decode_record_of(problem, device, short_config, short)
 
-
     def prepared(config: DecodeConfig | ForwardConfig) -> KernelLaunch:
         return KernelLaunch(*library.prepare_decode(CACHED_CONFIGS.index(config), *record))
 
