@@ -26,7 +26,7 @@ from .explanation import Explanation, explanation_of, place_of
 from .kvcache_api import flash_attn_with_kvcache
 from .run.cached_operators import unpacked_append, unpacked_decode, unpacked_prefix
 from .run.planner import Plan, choose
-from .run.shared_prefix import Prefix, prefix_call
+from .run.shared_prefix import prefix_call
 
 
 class _Watched(TorchDispatchMode):
@@ -68,9 +68,13 @@ def explain_with_kvcache(
     check_decode(found, options, lengths)
     problem = describe_decode(found, options, lengths.max_seqlen_q)
     plan = choose(problem, describe_device(place), BACKENDS)
-    described = _described(plan, tensors, lengths)
-    if watched.prefix is not None:
-        described |= {"prefix": _prefix_on(place, plan, watched.prefix, *watched.decode)}
+    in_one_launch = ()
+    if watched.prefix is not None and plan.launch.after_prefix is not None:
+        in_one_launch = (watched.prefix.page_table.shape[1],)
+    described = _described(plan, tensors, lengths, *in_one_launch)
+    if watched.prefix is not None and not in_one_launch:
+        of_prefix = prefix_call(watched.prefix, *watched.decode)
+        described |= {"prefix": _prefix_on(place, *of_prefix)}
     if watched.append is not None:
         described |= {"append": _append_on(place, *watched.append)}
     explained = explanation_of(plan, BACKENDS, described)
@@ -102,13 +106,9 @@ def _append_on(place: torch.device, tensors: AppendTensors, _, options: AppendOp
 
 
 def _prefix_on(
-    place: torch.device, own: Plan, prefix: Prefix, *call: DecodeTensors | Lengths | tuple
+    place: torch.device, tensors: DecodeTensors, lengths: Lengths, options: tuple
 ) -> str:
-    """Whether the launch of the sequences' own keys reads a shared prefix too, or else the backend
-    of the call over it, and its tile."""
-    if own.launch.after_prefix is not None:
-        return f"{own.backend.name}: in the same launch"
-    tensors, lengths, options = prefix_call(prefix, *call)
+    """The backend of the call over a shared prefix, and its tile."""
     problem = describe_decode(_on(place, tensors), options, lengths.max_seqlen_q)
     plan = choose(problem, describe_device(place), BACKENDS)
     return f"{plan.backend.name}: {plan.launch.describe().get('tile', 'all rows')}"
@@ -127,7 +127,9 @@ def _metadata_of(x: torch.Tensor | None) -> Metadata | None:
     return metadata_under(key_of((x,)))[0] if type(x) is torch.Tensor else metadata_of(x)
 
 
-def _described(plan: Plan, tensors: DecodeTensors, lengths: Lengths) -> dict[str, object]:
+def _described(
+    plan: Plan, tensors: DecodeTensors, lengths: Lengths, *prefix_pages: int
+) -> dict[str, object]:
     sizes = query_sizes(tensors, lengths.max_seqlen_q)
     _, capacity = capacity_of(tensors.k_cache, tensors.page_table)
-    return plan.launch.describe() | plan.launch.describe_sizes(*sizes, capacity)
+    return plan.launch.describe() | plan.launch.describe_sizes(*sizes, capacity, *prefix_pages)

@@ -419,6 +419,35 @@ def check_trees(host):
     assert "tree_mask.shape must be (3, 64, 2)" in passed_by(host, wrong, causal=True).result
 
 
+def check_shared_prefixes(host):
+    """One launch reads the prefix and the sequences' own keys, and a kernel joins both results."""
+    use_cached_calls()
+    forget_cached_calls()
+    pages = torch.zeros(1, 5, dtype=torch.int32)
+    table, edges = torch.zeros(3, 4, dtype=torch.int32), ints(0, 2, 2, 6)
+    k, v = torch.zeros(2, 20, 16, 2, 128).bfloat16()
+    out, q = torch.zeros(2, 3, 2, 8, 128).bfloat16()
+    given = {"q": q, "k_cache": k, "v_cache": v, "page_table": table, "prefix_page_table": pages}
+    packed = {"q": q.flatten(0, 1), "cu_seqlens_q": edges, "max_seqlen_q": 4}
+    for more, length in product(({}, packed), (70, ints(70))):
+        call = given | {"out": out.flatten(0, 1) if more else out, "prefix_len": length, **more}
+        found = passed_by(host, call, causal=True, return_lse=True)
+        assert found.result[0] is call["out"], found.result
+        decode, join, *fill = launches_in(found)
+        # A unit of each of three sequences and two of the prefix, of each of two KV heads, and a
+        # warp for each of 48 rows.
+        assert decode[:2] == [10, 256] and join == [6, 256, 0] and bool(fill) == bool(more), found
+        words, of_join = [words for name, *words in found.events if name == "arguments"][:2]
+        at = words.index(pages.data_ptr())
+        tensor = isinstance(length, torch.Tensor)
+        assert words[at + 1] == (length.data_ptr() if tensor else 0)
+        assert words[at + 2] == (0 if tensor else 70) | 80 << 32 and words[at + 3] & 0xFFFFFFFF == 6
+        results = of_join[0], of_join[1]
+        assert tuple(words[at + 4 : at + 6]) == results
+        assert results[1] - results[0] == 2 * 48 * 128 * 4 and of_join[2] == 48
+        assert call["out"].data_ptr() in of_join and found.result[1].data_ptr() in of_join
+
+
 def check_caches_that_are_widened(host):
     """Before a forward kernel reads them; KV heads take turns where they would take over 1 GiB."""
     use_cached_calls()

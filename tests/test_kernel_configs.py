@@ -45,7 +45,7 @@ ids = {"ids": lambda config: config.name}
 
 def test_names_are_unique_and_c_identifiers():
     names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names) <= 162
+    assert len(set(names)) == len(names) <= 166
     assert all(name.isidentifier() for name in names)
 
 
@@ -203,7 +203,8 @@ def test_cached_calls_of_16_bits_find_the_smallest_row(select, configs, dtype):
         if dtype in EIGHT_BIT:
             assert config is None
             continue
-        kin = [r.head_dim for r in configs if r.dtype == dtype and not (r.spans or r.tree)]
+        plain = (r for r in configs if not r.name.endswith(("_spans", "_tree", "_prefix")))
+        kin = [r.head_dim for r in plain if r.dtype == dtype]
         assert (config.dtype, config.head_dim) == (dtype, min(d for d in kin if d >= head_dim))
         assert kin.count(config.head_dim) == 1
     assert select(dtype, MAX_HEAD_DIM + 1) is None
@@ -220,15 +221,23 @@ def test_a_forward_of_spans_sums_the_keys_of_the_decode_kernel():
         assert decode.num_consumers == 1  # which takes every KV block
 
 
-@pytest.mark.parametrize("select", [select_decode_config, select_cached_forward_config])
-def test_a_tree_has_the_tiles_of_a_call_without_one(select):
+@pytest.mark.parametrize(
+    ("select", "kind"),
+    [
+        (select_decode_config, "tree"),
+        (select_cached_forward_config, "tree"),
+        (select_decode_config, "prefix"),
+    ],
+)
+def test_a_tree_and_a_prefix_have_the_tiles_of_a_call_without_one(select, kind):
+    having = {kind: True}
     for dtype in SIXTEEN_BIT:
         for head_dim in (1, 64, 65, 128):
-            plain, tree = (select(dtype, head_dim, tree=tree) for tree in (False, True))
-            assert tree == plain._replace(tree=True, measured=tree.measured)
-            assert tree.name == f"{plain.name}_tree"
-        assert select(dtype, 129, tree=True) is None
-        assert select(dtype, 64, spans=True, tree=True) is None
+            plain, config = select(dtype, head_dim), select(dtype, head_dim, **having)
+            assert config == plain._replace(**having, measured=config.measured)
+            assert config.name == f"{plain.name}_{kind}"
+        assert select(dtype, 129, **having) is None
+        assert select(dtype, 64, spans=True, **having) is None
 
 
 def test_only_forward_rows_of_cached_calls_are_cached():

@@ -482,6 +482,36 @@ def test_tensors_of_another_call_are_named(changes, said):
             LIBRARY.decode_into(out, handle, *call_of())
 
 
+@pytest.mark.parametrize(
+    ("pages", "seqlen", "said"),
+    [
+        (ints(1, 3), None, ON_A_CPU),
+        (ints(1, 3), ints(1), ON_A_CPU),
+        (ints(2, 3), None, "prefix_page_table.shape[0] must be 1, got 2"),
+        (ints(3), None, "the number of axes of page_table must be 2, got 1"),
+        (ints(1, 3).long(), None, "page_table.dtype must be int32"),
+        (ints(1, 3), ints(2), "prefix_seqlen.shape must be (1,), got (2,)"),
+    ],
+)
+def test_a_prefix_of_another_shape_is_named(pages, seqlen, said):
+    handle = prepared(select_decode_config("bf16", 128, prefix=True), page_size=PAGE)[0]
+    out = bf16(B, SQ, 32, 128)
+    with pytest.raises(RuntimeError, match=re.escape(f"decode: {said}")):
+        LIBRARY.decode_after_prefix(out, pages, seqlen, 5, handle, *call_of(**PAGES))
+
+
+def test_the_workspace_of_a_prefix_has_two_results_of_each_row():
+    """And two parts of 64 rows of each CTA: those of all sequences are rows of the prefix."""
+    config = select_decode_config("bf16", 128, prefix=True)
+    handle = prepared(config, page_size=16)[0]
+    results, parts = 2 * 64 * 32 * (128 + 2) * 4, 2 * 64 * (128 + 4) * 4
+    for pages, num_ctas in ((512, 264), (0, 264)):
+        found = LIBRARY.decode_size(handle, 64, 1, 512, -1, pages)
+        assert found == (num_ctas, results + num_ctas * parts, False)
+    whole = prepared(config, page_size=16, whole_tiles=True)[0]
+    assert LIBRARY.decode_size(whole, 64, 1, 512, -1, 512) == (264, results, False)
+
+
 def test_only_a_prepared_decode_launch_is_taken():
     handle = prepared()[0]
     for other in (torch.zeros_like(handle), handle.int(), handle[:3], torch.zeros(3)):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import TRITON_DTYPES, needs_hopper
+from helpers import TRITON_DTYPES, cached_calls_of_an_h100, library_double, needs_hopper
 
-from flashattn3 import explain_with_kvcache, flash_attn_with_kvcache
+from flashattn3 import cached_explanation, explain_with_kvcache, flash_attn_with_kvcache
+from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.kernel_configs import CACHED_CONFIGS
+from flashattn3.backends.reference.backend import BACKEND as REFERENCE
+from flashattn3.call.cached import DecodeTensors
+from flashattn3.run import cached_plans
 
 PAGE, PREFIX = 16, 48  # a whole number of pages, so that one table holds both parts
 LENGTHS, QUERIES = (20, 33, 3), (1, 5, 3)
@@ -108,3 +113,67 @@ def test_explained_and_compiled(backend):
     others = {name: x for name, x in arguments.items() if name != "q"}
     wanted = flash_attn_with_kvcache(**arguments, **prefix_of, backend="reference")
     torch.testing.assert_close(attend(arguments["q"]), wanted)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Plan calls on CPU tensors for an H100; keeps what the operator receives."""
+    received = []
+
+    def decode_after_prefix(out, *arguments):
+        received.append((out, *arguments))
+        out.fill_(1.0)
+
+    library = library_double(decode_after_prefix=decode_after_prefix)
+    hopper = HopperBackend(library=lambda: library, only_measured=False)
+    modules = cached_plans, cached_explanation
+    with cached_calls_of_an_h100(monkeypatch, hopper, REFERENCE, modules=modules):
+        yield received
+
+
+def test_hopper_reads_the_prefix_in_the_launch_of_the_own_keys(on_hopper):
+    arguments, prefix, own = call_of(3, "cpu", torch.float16)
+    tensor = torch.tensor([PREFIX], dtype=torch.int32)
+    wide = torch.zeros(3, 4, 8, 64).half()[:, :3]  # tokens of two strides are copied
+    for length, q, options in (
+        (PREFIX, arguments["q"], {}),
+        (tensor, wide, {"return_lse": True, "out": torch.zeros(3, 3, 8, 64).half()}),
+    ):
+        call = arguments | {"q": q, "page_table": own, "prefix_page_table": prefix, **options}
+        result = flash_attn_with_kvcache(**call, prefix_len=length)
+        out, pages, seqlen, number, handle, lse, *numbers = on_hopper.pop()
+        found, lse_found = result if "return_lse" in options else (result, None)
+        assert found is out and lse is lse_found and bool((out == 1).all())
+        assert out is options.get("out", out) and pages is prefix
+        assert (seqlen, number) == ((None, PREFIX) if length is PREFIX else (tensor, 0))
+        config = CACHED_CONFIGS[handle.config]
+        assert config.name == "decode_fp16_d64_64x4_prefix" and handle.record.page_size == PAGE
+        tensors = DecodeTensors(*numbers[4:])
+        assert tensors.page_table is own and tensors.q.is_contiguous()
+        assert (tensors.q is q) == (q is not wide)
+
+
+def test_what_hopper_says_of_a_prefix(on_hopper):
+    arguments, prefix, own = call_of(1, "cpu", torch.float16)
+    arguments |= {"page_table": own, "prefix_page_table": prefix, "prefix_len": PREFIX}
+    config = explain_with_kvcache(**arguments).config
+    assert config["prefix"] == "in the same launch"
+    assert config["kernel config"] == "decode_fp16_d64_64x4_prefix"
+
+
+def test_which_calls_with_a_prefix_are_one_launch_on_hopper():
+    """Where a decode kernel takes the rows of each sequence and has a kernel with a prefix."""
+    of = pytest.importorskip("test_kvcache_hopper")
+    page, named = {"page_size": 16}, {"backend": "hopper"}
+    tree = {"tree_mask": of.tree_of(seqlen_q=3)}
+    careful = HopperBackend(library=of.library_double)
+    for options, given, one_launch in (
+        (named, {}, True),
+        (named, {"seqlen_q": 48, "d": 96, "dv": 64}, True),
+        (named, {"seqlen_q": 49}, False),
+        (named, {"d": 256}, False),
+        (named, {"seqlen_q": 3, **tree}, False),
+    ):
+        launch = of.plan_of(options, hopper=careful, **page, **given).launch
+        assert (launch.after_prefix is not None) == one_launch, given
+    assert of.plan_of(named, hopper=careful).launch.after_prefix is None  # no pages

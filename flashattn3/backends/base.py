@@ -127,9 +127,10 @@ class CachedLaunch(Protocol):
         """Named values for people, as those of ``Launch``."""
 
     def describe_sizes(
-        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int, *prefix_pages: int
     ) -> dict[str, object]:
-        """The grid and the workspace of a call of the problem, at any lengths of its cache."""
+        """The grid and the workspace of a call of the problem, at any lengths of its cache.
+        prefix_pages: of a call that ``after_prefix`` runs."""
 
     def decode(
         self,

@@ -64,8 +64,8 @@ class DecodeLaunch:
 
     reason: why on this kind of kernel. leaves_sms: whether SMs are to stay free. short_queries: of
     sequences that run on a decode kernel beside a forward kernel; 0: none do. appends: whether the
-    append kernel writes the new tokens of such calls. prefix_launch: of the kernel for such calls
-    with a prefix, or None.
+    append kernel writes the new tokens of such calls. prefix_config, prefix_launch: of the kernel
+    for such calls with a prefix, or None.
     """
 
     needs_lse = False
@@ -79,6 +79,7 @@ class DecodeLaunch:
     leaves_sms: bool
     short_queries: int
     appends: bool
+    prefix_config: DecodeConfig | None
     prefix_launch: KernelLaunch | None = field(compare=False, repr=False)
 
     def describe(self) -> dict[str, object]:
@@ -211,15 +212,20 @@ class DecodeLaunch:
         return keep
 
     def describe_sizes(
-        self, batch: int, total_q: int, seqlen_q: int, capacity: int
+        self, batch: int, total_q: int, seqlen_q: int, capacity: int, prefix_pages: int = -1
     ) -> dict[str, object]:
-        """The grid and the workspace of a call of the problem, at any lengths of its cache."""
+        """The grid and the workspace of a call of the problem, at any lengths of its cache, or with
+        pages of a prefix of one that ``after_prefix`` runs."""
         rows = total_q if self.problem.varlen else -1
+        launch, described = self.kernel_launch, {}
+        if prefix_pages >= 0:
+            launch, config = self.prefix_launch, self.prefix_config
+            described = {"kernel config": config.name, "prefix": "in the same launch"}
         num_ctas, workspace_bytes, on_warps = self.library.decode_size(
-            self.kernel_launch.handle, batch, seqlen_q, capacity, rows
+            launch.handle, batch, seqlen_q, capacity, rows, prefix_pages
         )
-        sizes = {"grid": (num_ctas, 1, 1), "workspace_bytes": workspace_bytes}
-        return sizes | self._describe_warps() if on_warps else sizes
+        described |= {"grid": (num_ctas, 1, 1), "workspace_bytes": workspace_bytes}
+        return described | self._describe_warps() if on_warps else described
 
     def _describe_warps(self) -> dict[str, object]:
         """Describe the warp kernel of the config, in place of its decode kernel."""
@@ -392,7 +398,8 @@ def decode_launch(
         of_prefix = None if prefix_config is None else prepared(prefix_config)
     sms = record.num_sms, record.leaves_sms
     return DecodeLaunch(
-        problem, config, reason, kernel_launch, library, *sms, short, appends, of_prefix
+        *(problem, config, reason, kernel_launch, library, *sms, short, appends),
+        *(prefix_config, of_prefix),
     )
 
 

@@ -5,6 +5,7 @@
 #include "backward/arguments.h"
 #include "decode/arguments.h"
 #include "decode/fill_arguments.h"
+#include "decode/join_arguments.h"
 #include "forward/option_arguments.h"
 #include "kernel_arguments.h"
 #include "quantize/arguments.h"
@@ -26,9 +27,14 @@ std::vector<uint64_t> words_of(const void* arguments) {
 std::vector<uint64_t> words_of_arguments(const std::string& name, void** arguments) {
   const auto is = [&](const char* part) { return name.find(part) != std::string::npos; };
   if (is("append_kernel")) return words_of<flashattn3::append::Arguments>(arguments[0]);
-  if (is("decode_kernel") && is("Li0ELb1EE")) {  // the last field of decode::Config is tree
+  // The last fields of decode::Config are num_byte_tiles, tree and prefix.
+  if (is("decode_kernel") && is("Li0ELb1ELb0EE")) {
     return words_of<flashattn3::decode::TreeArguments>(arguments[0]);
   }
+  if (is("decode_kernel") && is("Li0ELb0ELb1EE")) {
+    return words_of<flashattn3::decode::PrefixArguments>(arguments[0]);
+  }
+  if (is("join_prefix")) return words_of<flashattn3::decode::JoinArguments>(arguments[0]);
   if (is("decode_kernel") || is("warp_kernel")) {
     return words_of<flashattn3::decode::Arguments>(arguments[0]);
   }
