@@ -26,7 +26,7 @@ from .explanation import Explanation, explanation_of, place_of
 from .kvcache_api import flash_attn_with_kvcache
 from .run.cached_operators import unpacked_append, unpacked_decode, unpacked_prefix
 from .run.planner import Plan, choose
-from .run.shared_prefix import prefix_call
+from .run.shared_prefix import is_one_launch, prefix_call
 
 
 class _Watched(TorchDispatchMode):
@@ -69,7 +69,7 @@ def explain_with_kvcache(
     problem = describe_decode(found, options, lengths.max_seqlen_q)
     plan = choose(problem, describe_device(place), BACKENDS)
     in_one_launch = ()
-    if watched.prefix is not None and plan.launch.after_prefix is not None:
+    if watched.prefix is not None and is_one_launch(plan.launch, tensors):
         in_one_launch = (watched.prefix.page_table.shape[1],)
     described = _described(plan, tensors, lengths, *in_one_launch)
     if watched.prefix is not None and not in_one_launch:

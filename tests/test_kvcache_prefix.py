@@ -8,10 +8,12 @@ from helpers import TRITON_DTYPES, cached_calls_of_an_h100, library_double, need
 
 from flashattn3 import cached_explanation, explain_with_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
+from flashattn3.backends.hopper.decode_launch import PREFIX_ROWS
 from flashattn3.backends.hopper.kernel_configs import CACHED_CONFIGS
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.call.cached import DecodeTensors
 from flashattn3.run import cached_plans
+from flashattn3.run.shared_prefix import is_one_launch
 
 PAGE, PREFIX = 16, 48  # a whole number of pages, so that one table holds both parts
 LENGTHS, QUERIES = (20, 33, 3), (1, 5, 3)
@@ -175,5 +177,11 @@ def test_which_calls_with_a_prefix_are_one_launch_on_hopper():
         (named, {"seqlen_q": 3, **tree}, False),
     ):
         launch = of.plan_of(options, hopper=careful, **page, **given).launch
-        assert (launch.after_prefix is not None) == one_launch, given
-    assert of.plan_of(named, hopper=careful).launch.after_prefix is None  # no pages
+        assert launch.rows_after_prefix == PREFIX_ROWS * one_launch, given
+    launch = of.plan_of(named, hopper=careful).launch
+    assert launch.rows_after_prefix == 0  # no pages
+    launch = of.plan_of(named, hopper=careful, **page).launch
+    for batch, one_launch in ((PREFIX_ROWS // 4, True), (PREFIX_ROWS // 4 + 1, False)):
+        q = torch.empty(batch, 1, 32, 128, device="meta")
+        tensors = of.tensors_of(**page)._replace(q=q)
+        assert is_one_launch(launch, tensors) == one_launch

@@ -119,9 +119,12 @@ class CachedLaunch(Protocol):
     """The same of a problem of cached calls: it has the functions of its kind of problem.
 
     needs_lse: whether ``decode`` needs the memory of lse where the call does not return it.
+    rows_after_prefix: packed rows of all sequences, of a KV head, up to which ``after_prefix`` runs
+        a call with keys in front of those of all sequences; 0: such a call is two, joined.
     """
 
     needs_lse: bool
+    rows_after_prefix: int
 
     def describe(self) -> dict[str, object]:
         """Named values for people, as those of ``Launch``."""
@@ -148,10 +151,10 @@ class CachedLaunch(Protocol):
         batch of the longest sequence, whose metadata must hold options_hash."""
 
     @property
-    def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable] | None:
+    def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable]:
         """Gives ``decode`` of calls with keys in front of those of all sequences, in pages of the
         cache: of (page_table, seqlen, length), (1, pages), and int32 (1,), or None and the number
-        of these keys. None: such a call is two calls of the problem, joined."""
+        of these keys."""
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
         """Write the new tokens into the caches, and the rotated q into q_out."""

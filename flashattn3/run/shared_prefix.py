@@ -8,7 +8,8 @@ two calls and a combination where it has no launch for all of it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from ..call.tensor_checks import check_device
 from ..call.value_checks import is_checked
 from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
 from .cached_plans import check_values, checked_call, combine_of, lse_dtype, run_checked
+
+if TYPE_CHECKING:
+    from ..backends.base import CachedLaunch
 
 
 class Prefix(NamedTuple):
@@ -111,6 +115,13 @@ def prefix_call(
     return of_prefix, Lengths(None if given else prefix.length, 0, longest), options
 
 
+def is_one_launch(launch: CachedLaunch, tensors: DecodeTensors) -> bool:
+    """Whether a launch of the sequences' own keys reads a prefix too."""
+    q = tensors.q
+    rows = math.prod(q.shape[:-1]) // tensors.k_cache.shape[2]
+    return rows <= launch.rows_after_prefix
+
+
 def attend_after_prefix(
     out: Tensor,
     lse: Tensor | None,
@@ -123,7 +134,7 @@ def attend_after_prefix(
     of the sequences' own keys has one."""
     checked = checked_call(tensors, lengths, options)
     of_prefix = prefix_call(prefix, tensors, lengths, options)
-    if checked.plan.launch.after_prefix is None:
+    if not is_one_launch(checked.plan.launch, tensors):
         return _attend_to_both(out, lse, of_prefix, (tensors, lengths, options))
     if is_checked(tensors.q.device):
         check_values(checked_call(*of_prefix), *of_prefix)

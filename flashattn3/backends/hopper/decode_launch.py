@@ -40,6 +40,10 @@ ALIGNED = ALIGNED_BYTES // 2  # elements of 16 bits
 # about 256 rows: 128 keys of dim 128 are 4850 cycles of an SM's share of an H100's memory bandwidth
 # and 1024 of its tensor cores for each 64 rows.
 DECODE_ROWS = 192
+# Packed rows of all sequences up to which a prefix runs on a decode kernel, which reads it once for
+# each DECODE_TILE_ROWS rows, from L2 but for the first time. A forward kernel multiplies faster, on
+# few SMs where there are few rows, and none reads the sequences' own keys meanwhile.
+PREFIX_ROWS = 2048
 # Bytes that K and V of one KV head may take where a cache of 8 bits is widened for a forward
 # kernel. The workspace has as many heads as fit into kWidenedBytes (csrc/launch/widen_cache.h), at
 # least one.
@@ -159,11 +163,14 @@ class DecodeLaunch:
 
         return run
 
-    @cached_property
-    def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable] | None:
+    @property
+    def rows_after_prefix(self) -> int:
         """See ``CachedLaunch``."""
-        if self.prefix_launch is None:
-            return None
+        return 0 if self.prefix_launch is None else PREFIX_ROWS
+
+    @cached_property
+    def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable]:
+        """See ``CachedLaunch``."""
         operator, handle = self.library.decode_after_prefix, self.prefix_launch.handle
         problem, copied = self.problem, self.copied
 

@@ -33,7 +33,8 @@ class ReferenceCachedCall(NamedTuple):
 
     problem: CacheProblem
     needs_lse = True
-    keep = after_prefix = None
+    keep = None
+    rows_after_prefix = 0
 
     def describe(self) -> dict[str, object]:
         return {"computes in": wide_dtype(self.problem.dtype)}

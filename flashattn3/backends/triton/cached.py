@@ -26,7 +26,8 @@ class TritonCachedCall:
     """See ``CachedLaunch``. Triton is imported with the first launch."""
 
     needs_lse = False
-    keep = after_prefix = None
+    keep = None
+    rows_after_prefix = 0
 
     def __init__(self, problem: CacheProblem, tile: CacheTile) -> None:
         self.problem, self.tile = problem, tile
