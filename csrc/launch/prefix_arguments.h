@@ -34,6 +34,8 @@ inline decode::PrefixArguments make_prefix_arguments(DecodeParams params, const 
   float* const row_out = row_out_of(params);
   float2* const row_stats = row_stats_of(params);
   params.workspace = static_cast<uint8_t*>(params.workspace) + result_bytes(params);
+  // The stride of a batch of one may be any number; find_prefix reads the end of q from it.
+  if (params.batch == 1) params.q_stride.batch = params.seqlen_q * params.q_stride.seq;
   decode::PrefixArguments args{make_decode_arguments(params, grid, block_n)};
   args.batch = params.batch + 1;
   args.prefix_pages = params.prefix_pages;

@@ -394,10 +394,12 @@ flashattn3::ByteDecodeParams make_params(DecodeProblem& p, Memory&& memory, floa
     const flashattn3::Strides stride{int64_t{tokens} * c.heads_kv, tokens > 1 ? c.heads_kv : 0, 1};
     return {of.empty() ? nullptr : memory(of), stride};
   };
+  flashattn3::Strides q_stride = p.q.stride;
+  if (c.batch == 1) q_stride.batch = -8;  // which no kernel may need
   return {{.q = memory(p.q),
            .out = memory(p.out),
            .lse = lse,
-           .q_stride = p.q.stride,
+           .q_stride = q_stride,
            .out_stride = p.out.stride,
            .lse_stride = {int64_t{p.total_q} * c.heads_q, 1, p.total_q},
            .k = {data(p.k, p.k_bytes), p.k.stride},

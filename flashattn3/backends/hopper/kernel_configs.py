@@ -194,7 +194,7 @@ DECODE_CONFIGS += tuple(
     for config in DECODE_CONFIGS
     if config.head_dim <= 128 and not config.spans
 )
-PREFIX_MEASURED = ""
+PREFIX_MEASURED = "H200, bench --suite prefix, 2026-11-29"
 DECODE_CONFIGS += tuple(
     config._replace(prefix=True, measured=PREFIX_MEASURED)
     for config in DECODE_CONFIGS
