@@ -145,9 +145,9 @@ void for_pairs(const quantize::Embedding (&embeddings)[quantize::kMaxTensors], B
   if (half == 0) {
     body(std::integral_constant<int, quantize::kInterleaved>{});
   } else if (half == 32) {
-    body(std::integral_constant<int, 1>{});
+    body(std::integral_constant<int, 32 * quantize::kVecsOfThread / kColumns>{});
   } else if constexpr (kColumns == 128) {
-    body(std::integral_constant<int, 2>{});
+    body(std::integral_constant<int, 4>{});
   } else if constexpr (kColumns == 256) {
     if (half == 64) {
       body(std::integral_constant<int, 2>{});
@@ -161,9 +161,13 @@ bool is_embedded(const QuantizeParams& params) {
   return params.embedding.weight != nullptr || params.embedding.cos != nullptr;
 }
 
+// Checks a tensor of a launch with embeddings.
 void check_embedding(const char* name, const QuantizeParams& params) {
   const EmbeddingParams& how = params.embedding;
-  expect(!params.permuted, name, "an embedding", "None for permuted data", "tables or weights");
+  if (params.permuted) {
+    expect(!is_embedded(params), name, "an embedding", "None for permuted data", "a table or norm");
+    return;
+  }
   expect(whole_vecs(params.x, sizeof(uint16_t)), name, "x", "of whole vectors", "another layout");
   if (how.cos == nullptr) return;
   const bool in_vecs = how.interleaved ? how.half % (quantize::kVec / 2) == 0
@@ -229,9 +233,9 @@ void launch_columns(const char* name, std::span<const QuantizeParams> tensors, E
     }
     for_pairs<width>(args.embedding, [&](auto apart) {
       constexpr auto kKernel = quantize::embed_blocks<type, width, apart>;
-      allow_shared_memory<kKernel>(quantize::TileAngles::bytes(width / 2));
+      allow_shared_memory<kKernel>(quantize::embed_shared_bytes(width, width / 2));
       launch(name, kKernel, args, threads, clusters, ctas, stream,
-             quantize::TileAngles::bytes(half_of(args.embedding)));
+             quantize::embed_shared_bytes(width, half_of(args.embedding)));
     });
   });
 }
@@ -245,9 +249,10 @@ void launch_quantize(std::span<const QuantizeParams> tensors, ElementType dtype,
   expect(of_blocks, kName, "block", quantize::kBlocksText, block);
   expect(tensors.size() <= quantize::kMaxTensors, kName, "tensors", "at most three",
          tensors.size());
+  const bool embeds = std::ranges::any_of(tensors, is_embedded);
   for (const QuantizeParams& params : tensors) {
     check_tensor(kName, params);
-    if (is_embedded(params)) check_embedding(kName, params);
+    if (embeds) check_embedding(kName, params);
   }
   for (const int columns : {64, 128, 256}) {
     launch_columns(kName, tensors, dtype, block, columns, stream);

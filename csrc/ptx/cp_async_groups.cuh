@@ -12,6 +12,13 @@ __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, b
                : "memory");
 }
 
+// The same of 16 bytes, past L1. Both addresses are multiples of 16 bytes.
+__device__ __forceinline__ void copy_vec_async(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
+
 // Makes a group of the copies that this thread has issued since the last one.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/rotary_angles.cuh"
+#include "quantize/staged_tile.cuh"
 #include "quantize/values.cuh"
 
 namespace flashattn3::quantize {
@@ -30,36 +31,100 @@ struct TileAngles {
         sin(cos + kTileTokens * stride_of(half)),
         stride(stride_of(half)) {}
 
-  // All threads of the CTA call it. pairs: of the head's columns.
-  template <ElementType kType>
-  __device__ __forceinline__ void stage(const Embedding& embedding, const QuantizedTensor& tensor,
-                                        const WorkTile& tile) const {
-    constexpr int kPairs = 4;
-    const int half = embedding.half, vecs = half / kPairs;
-    for (int i = threadIdx.x; i < kTileTokens * vecs; i += blockDim.x) {
-      const int token = i / vecs, pair = i % vecs * kPairs;
-      const int known = min(token, tile.num_tokens() - 1);
-      Angles<kType, kPairs> angles;
-      angles.load(embedding.tables, find_position(embedding, tile, known), pair);
-      float sign[kPairs] = {1.f, 1.f, 1.f, 1.f};
-      if (tensor.signs != nullptr) {
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          const bool neighbours = embedding.tables.interleaved;
-          const int first = neighbours ? 2 * (pair + j) : pair + j;
-          sign[j] = tensor.signs[first] * tensor.signs[first + (neighbours ? 1 : half)];
-        }
-      }
-      const int at = token * stride + pair;
-      *reinterpret_cast<float4*>(cos + at) =
-          make_float4(angles.cos[0], angles.cos[1], angles.cos[2], angles.cos[3]);
-      *reinterpret_cast<float4*>(sin + at) =
-          make_float4(sign[0] * angles.sin[0], sign[1] * angles.sin[1], sign[2] * angles.sin[2],
-                      sign[3] * angles.sin[3]);
+  // All threads of the CTA call it. ready(): called while the angles are on their way; after it
+  // the signs in `flips` are read. kInterleaved: pairs are neighbours.
+  template <ElementType kType, int kColumns, bool kInterleaved, class Ready>
+  __device__ __forceinline__ void stage(const Embedding& embedding, const WorkTile& tile,
+                                        const uint16_t* flips, Ready ready) const {
+    if (embedding.tables.is_fp32) {
+      stage_as<kType, kColumns, kInterleaved, float4>(embedding, tile, flips, ready);
+    } else {
+      stage_as<kType, kColumns, kInterleaved, uint2>(embedding, tile, flips, ready);
     }
   }
 
  private:
+  static constexpr int kPairs = 4;  // of a vector
+
+  // The row and the pair of a thread's vectors, one after the other.
+  struct Walk {
+    int token, vec;
+    __device__ Walk(int vecs) : token(threadIdx.x / vecs), vec(threadIdx.x % vecs) {}
+    __device__ void advance(int vecs, int tokens, int rest) {
+      token += tokens, vec += rest;
+      if (vec >= vecs) ++token, vec -= vecs;
+    }
+  };
+
+  template <ElementType kType, int kColumns, bool kInterleaved, class Vector, class Ready>
+  __device__ __forceinline__ void stage_as(const Embedding& embedding, const WorkTile& tile,
+                                           const uint16_t* flips, Ready ready) const {
+    // A thread's vectors; all of them are loaded before the first is stored.
+    constexpr int kThreads = quantize_threads(kColumns);
+    constexpr int kVectors = kTileTokens * kColumns / (2 * kPairs) / kThreads;
+    const RotaryTables& tables = embedding.tables;
+    const int half = embedding.half, vecs = half / kPairs;
+    const int tokens = kThreads / vecs, rest = kThreads % vecs;
+    Vector cosines[kVectors], sines[kVectors];
+    int position[kVectors];
+    Walk walk(vecs);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i, walk.advance(vecs, tokens, rest)) {
+      position[i] = find_position(embedding, tile, min(walk.token, tile.num_tokens() - 1));
+    }
+    uint32_t known = 0;
+    walk = Walk(vecs);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i, walk.advance(vecs, tokens, rest)) {
+      if (walk.token >= kTileTokens) continue;
+      known |= (position[i] != kNoPosition ? 1u : 0u) << i;
+      const int64_t at = max(position[i], 0) * tables.stride / kPairs + walk.vec;
+      cosines[i] = load_vector<Vector>(static_cast<const Vector*>(tables.cos) + at);
+      sines[i] = load_vector<Vector>(static_cast<const Vector*>(tables.sin) + at);
+    }
+    ready();
+    walk = Walk(vecs);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i, walk.advance(vecs, tokens, rest)) {
+      if (walk.token >= kTileTokens) continue;
+      const int pair = walk.vec * kPairs, at = walk.token * stride + pair;
+      float4 of_cos = widen<kType>(cosines[i]), of_sin = widen<kType>(sines[i]);
+      if ((known >> i & 1) == 0) of_cos = of_sin = make_float4(NAN, NAN, NAN, NAN);
+      *reinterpret_cast<float4*>(cos + at) = of_cos;
+      *reinterpret_cast<float4*>(sin + at) = with_signs<kInterleaved>(of_sin, flips, pair, half);
+    }
+  }
+
+  // Sines of pairs, from `pair` on, times the product of the signs of their two columns.
+  template <bool kInterleaved>
+  __device__ __forceinline__ static float4 with_signs(float4 x, const uint16_t* flips, int pair,
+                                                      int half) {
+    const auto flip = [](float x, uint32_t word) {
+      return __uint_as_float(__float_as_uint(x) ^ (word & 0x80000000));
+    };
+    if constexpr (kInterleaved) {
+      const uint4 both = load_vector<uint4>(flips + 2 * pair);
+      return make_float4(flip(x.x, both.x ^ both.x << 16), flip(x.y, both.y ^ both.y << 16),
+                         flip(x.z, both.z ^ both.z << 16), flip(x.w, both.w ^ both.w << 16));
+    } else {
+      const uint2 first = load_vector<uint2>(flips + pair);
+      const uint2 second = load_vector<uint2>(flips + pair + half);
+      const uint32_t low = first.x ^ second.x, high = first.y ^ second.y;
+      return make_float4(flip(x.x, low << 16), flip(x.y, low), flip(x.z, high << 16),
+                         flip(x.w, high));
+    }
+  }
+
+  template <ElementType kType>
+  __device__ static float4 widen(float4 x) {
+    return x;
+  }
+  template <ElementType kType>
+  __device__ static float4 widen(uint2 x) {
+    const float2 low = unpack<kType>(x.x), high = unpack<kType>(x.y);
+    return make_float4(low.x, low.y, high.x, high.y);
+  }
+
   __device__ __forceinline__ static int find_position(const Embedding& embedding,
                                                       const WorkTile& tile, int token) {
     int64_t position = tile.first + token;
@@ -74,16 +139,16 @@ struct TileAngles {
   }
 };
 
-// FloatValues of normalized and rotated tokens. Except for the order of a norm's sum the values are
-// those of flashattn3/quantization/embedding.py: each operation is rounded once. The head dim, the
-// addresses and the strides have whole vectors. kApart: a thread's vectors between the first and
-// the second columns of pairs, half / 32; kInterleaved: pairs are neighbours, half is a multiple
-// of 4. Known at compile time, so that values are widened where they are rotated: all of them and
-// the angles do not fit into registers.
+// FloatValues of a normalized and rotated token. Except for the order of a norm's sum the values
+// are those of flashattn3/quantization/embedding.py: each operation is rounded once. The head dim,
+// the addresses and the strides have whole vectors. kApart: a thread's vectors between the first
+// and the second columns of pairs, 8 half / kColumns; kInterleaved: pairs are neighbours, half is a
+// multiple of 4. Known at compile time, so that values are widened where they are rotated.
 template <ElementType kType, int kColumns, int kApart>
-struct EmbeddedValues : FloatValues<kType, kColumns> {
-  using Base = FloatValues<kType, kColumns>;
-  using Positions = typename Base::Positions;
+struct EmbeddedValues : FloatValues<kType, kColumns, RowPositions<kColumns>> {
+  using Base = FloatValues<kType, kColumns, RowPositions<kColumns>>;
+  using Positions = RowPositions<kColumns>;
+  using Staged = StagedTile<Positions>;
   using Base::x;
 
   // The tensor's data in shared memory that the values need.
@@ -97,43 +162,70 @@ struct EmbeddedValues : FloatValues<kType, kColumns> {
     Base::stage_columns(tensor, tile, columns.flips, columns.means);
   }
 
-  __device__ EmbeddedValues(const LoadedVecs& loaded, const QuantizedTensor& tensor,
-                            const Embedding& embedding, const TileAngles& angles,
-                            const Columns& columns) {
-#pragma unroll
-    for (int u = 0; u < kVecsOfThread; u += kVecsOfToken) {
-      float factor = 1.f;
-      if (embedding.weight != nullptr) {
-        factor = inverse_norm(loaded, u, tensor.x.head_dim, embedding.eps);
-      }
-      embed(loaded, u, factor, tensor.x.head_dim, embedding, angles, columns);
+  // transform() is left to be called.
+  __device__ EmbeddedValues(const Staged& staged, const QuantizedTensor& tensor,
+                            const WorkTile& tile, const Embedding& embedding,
+                            const TileAngles& angles, const Columns& columns)
+      : exists_(Positions::token(0) < tile.num_tokens()) {
+    const int head_dim = tensor.x.head_dim;
+    if (embedding.weight != nullptr) {
+      embed<true>(staged, inverse_norm(staged, head_dim, embedding.eps), head_dim, embedding,
+                  angles, columns);
+    } else {
+      embed<false>(staged, 1.f, head_dim, embedding, angles, columns);
     }
     if (tensor.mean != nullptr) this->subtract(columns.means);
-    this->transform(tensor);
+  }
+
+  // A product with a power of two is not rounded and waits for the quantization.
+  __device__ __forceinline__ void transform(const QuantizedTensor& tensor) {
+    Base::transform(tensor);
+    if (tensor.signs == nullptr) return;
+    if ((__float_as_uint(tensor.rotation_scale) & 0x7fffff) == 0) {
+      scale_ = tensor.rotation_scale;
+    } else {
+      this->multiply(tensor.rotation_scale);
+    }
+  }
+
+  // 0 past the last token, where a mean or a norm may have left other values.
+  template <bool kNan>
+  __device__ float largest() const {
+    const float found = Base::template largest<kNan>();
+    return exists_ ? found * scale_ : 0.f;
+  }
+
+  // Products below 2^-126 would be rounded: with a factor below 2^60 they become 0 in any case.
+  __device__ __forceinline__ float factor_of(float factor) {
+    if (factor < 0x1p60f) return factor * scale_;
+    this->multiply(scale_);
+    return factor;
   }
 
  private:
-  static constexpr int kVecsOfToken = Positions::kVecsOfToken;
-  static_assert(2 * kApart <= kVecsOfToken);
+  static_assert(2 * kApart <= kVecsOfThread);
+  bool exists_;
+  float scale_ = 1.f;  // that the values still lack
 
-  // The token of vectors u to u + kVecsOfToken - 1.
-  __device__ __forceinline__ void embed(const LoadedVecs& loaded, int u, float factor, int head_dim,
+  // kNorm: the embedding has a weight. Apart, as predicated multiplications would take their turn.
+  template <bool kNorm>
+  __device__ __forceinline__ void embed(const Staged& staged, float factor, int head_dim,
                                         const Embedding& embedding, const TileAngles& angles,
                                         const Columns& columns) {
-    const int row = Positions::token(u) * angles.stride;
+    const int row = Positions::token(0) * angles.stride;
     constexpr int kDistance = kApart > 0 ? kApart : 0;
 #pragma unroll
-    for (int part = 0; part < kVecsOfToken; ++part) {
-      const int column = Positions::column(part);
-      if (part >= kApart && part < 2 * kApart) continue;  // the second of a pair
-      widen(loaded, u, part, factor, head_dim, embedding, columns);
-      if (part < kApart) {
-        widen(loaded, u, part + kDistance, factor, head_dim, embedding, columns);
+    for (int u = 0; u < kVecsOfThread; ++u) {
+      const int column = Positions::column(u);
+      if (u >= kApart && u < 2 * kApart) continue;  // the second of a pair
+      widen<kNorm>(staged, u, factor, head_dim, embedding, columns);
+      if (u < kApart) {
+        widen<kNorm>(staged, u + kDistance, factor, head_dim, embedding, columns);
 #pragma unroll
         for (int i = 0; i < kVec; i += 4) {
           const float4 cos = load_vector<float4>(angles.cos + row + column + i);
           const float4 sin = load_vector<float4>(angles.sin + row + column + i);
-          float *first = x[u + part] + i, *second = x[u + part + kDistance] + i;
+          float *first = x[u] + i, *second = x[u + kDistance] + i;
           turn(first[0], second[0], cos.x, sin.x);
           turn(first[1], second[1], cos.y, sin.y);
           turn(first[2], second[2], cos.z, sin.z);
@@ -142,7 +234,7 @@ struct EmbeddedValues : FloatValues<kType, kColumns> {
       } else if (kApart == kInterleaved && column < 2 * embedding.half) {
         const float4 cos = load_vector<float4>(angles.cos + row + column / 2);
         const float4 sin = load_vector<float4>(angles.sin + row + column / 2);
-        float* pairs = x[u + part];
+        float* pairs = x[u];
         turn(pairs[0], pairs[1], cos.x, sin.x);
         turn(pairs[2], pairs[3], cos.y, sin.y);
         turn(pairs[4], pairs[5], cos.z, sin.z);
@@ -151,21 +243,22 @@ struct EmbeddedValues : FloatValues<kType, kColumns> {
     }
   }
 
-  // A vector of a token in fp32, with the signs of its columns, normalized.
-  __device__ __forceinline__ void widen(const LoadedVecs& loaded, int u, int part, float factor,
-                                        int head_dim, const Embedding& embedding,
-                                        const Columns& columns) {
-    const int column = Positions::column(part);
-    VecWords<uint16_t> flips;
+  // A vector of the token in fp32, with the signs of its columns, normalized.
+  template <bool kNorm>
+  __device__ __forceinline__ void widen(const Staged& staged, int u, float factor, int head_dim,
+                                        const Embedding& embedding, const Columns& columns) {
+    const int column = Positions::column(u);
+    VecWords<uint16_t> word, flips;
+    staged.load(word, u);
     load_vec<uint16_t>(flips, reinterpret_cast<const uint16_t*>(&columns.flips[column / kVec]));
-    float (&vec)[kVec] = x[u + part];
+    float (&vec)[kVec] = x[u];
 #pragma unroll
     for (int i = 0; i < kVec; i += 2) {
-      const float2 two = Pair<kType>::floats(loaded[u + part][i / 2] ^ flips[i / 2]);
+      const float2 two = Pair<kType>::floats(word[i / 2] ^ flips[i / 2]);
       vec[i] = two.x;
       vec[i + 1] = two.y;
     }
-    if (embedding.weight == nullptr || column >= head_dim) return;
+    if (!kNorm || column >= head_dim) return;
 #pragma unroll
     for (int i = 0; i < kVec; i += 4) {
       const float4 weight = load_vector<float4>(embedding.weight + column + i);
@@ -176,15 +269,17 @@ struct EmbeddedValues : FloatValues<kType, kColumns> {
     }
   }
 
-  // Factor of the token of vectors u to u + kVecsOfToken - 1.
-  __device__ __forceinline__ static float inverse_norm(const LoadedVecs& loaded, int u,
-                                                       int head_dim, float eps) {
+  // Factor of the token.
+  __device__ __forceinline__ static float inverse_norm(const Staged& staged, int head_dim,
+                                                       float eps) {
     float sum = 0.f;
 #pragma unroll
-    for (int part = 0; part < kVecsOfToken; ++part) {
+    for (int u = 0; u < kVecsOfThread; ++u) {
+      VecWords<uint16_t> word;
+      staged.load(word, u);
 #pragma unroll
       for (int i = 0; i < kVec / 2; ++i) {
-        const float2 two = Pair<kType>::floats(loaded[u + part][i]);
+        const float2 two = Pair<kType>::floats(word[i]);
         sum = fmaf(two.x, two.x, fmaf(two.y, two.y, sum));
       }
     }

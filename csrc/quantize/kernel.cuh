@@ -37,9 +37,10 @@ struct Narrow<ElementType::kInt8> {
   }
 };
 
-template <class To, int kColumns, class Values>
-__device__ __forceinline__ void store_rows(const QuantizedTensor& tensor, const WorkTile& tile,
-                                           const Values& values, float factor) {
+// store(bytes): stores a thread's values.
+template <class To, class Values, class Store>
+__device__ __forceinline__ void narrow_and_store(Values& values, float factor, Store store) {
+  factor = values.factor_of(factor);
   uint32_t bytes[kVecsOfThread][kVec / 4];
 #pragma unroll
   for (int u = 0; u < kVecsOfThread; ++u) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void store_rows(const QuantizedTensor& tensor, const 
                                   values(u, i + 2) * factor, values(u, i + 3) * factor);
     }
   }
-  store_tile<TokenPositions<kColumns>>(bytes, tensor.data, tensor.data_stride, tile, tensor.x);
+  store(bytes);
 }
 
 // Stores the block's descale; one thread of the cluster writes it.
@@ -88,14 +89,14 @@ __device__ __forceinline__ float find_factor(const QuantizedTensor& tensor, cons
   return To::kLargest / amax;
 }
 
-// Quantizes values of the CTA's tile to rows of tokens.
-template <int kColumns, class Values>
+// Quantizes values of the CTA's tile to rows of tokens. store: as for narrow_and_store.
+template <int kColumns, class Values, class Store>
 __device__ __forceinline__ void quantize_tokens(const QuantizedTensor& tensor, const WorkTile& tile,
-                                                Values& values,
-                                                LargestOfCluster<kColumns>& largest) {
+                                                Values& values, LargestOfCluster<kColumns>& largest,
+                                                Store store) {
   const auto narrow = [&](auto to) {
     using To = decltype(to);
-    store_rows<To, kColumns>(tensor, tile, values, find_factor<To>(tensor, tile, values, largest));
+    narrow_and_store<To>(values, find_factor<To>(tensor, tile, values, largest), store);
   };
   if (tensor.to == Narrowed::kInt8) {
     narrow(Narrow<ElementType::kInt8>{});
@@ -113,14 +114,17 @@ __device__ __forceinline__ void load_and_quantize(const QuantizedTensor& tensor,
   load_tile<uint16_t, TokenPositions<kColumns>>(loaded, tensor.x, tile);
   Values values(loaded, tensor, tile);
   cluster_wait();  // every CTA does
-  quantize_tokens<kColumns>(tensor, tile, values, largest);
+  quantize_tokens<kColumns>(tensor, tile, values, largest, [&](const auto& bytes) {
+    store_tile<TokenPositions<kColumns>>(bytes, tensor.data, tensor.data_stride, tile, tensor.x);
+  });
 }
 
-// Quantizes values of the CTA's tile to permuted V.
+// Quantizes values of the CTA's tile to permuted V. stage: of the warp.
 template <ElementType kType, int kColumns>
 __device__ __forceinline__ void quantize_permuted(const QuantizedTensor& tensor,
                                                   const WorkTile& tile, LoadedValues<kType>& values,
-                                                  LargestOfCluster<kColumns>& largest) {
+                                                  LargestOfCluster<kColumns>& largest,
+                                                  PermutedStage& stage) {
   const float factor = find_factor<Narrow<ElementType::kE4m3>>(tensor, tile, values, largest);
   uint32_t word[PermutedStage::kRows][kVec];
 #pragma unroll
@@ -132,7 +136,7 @@ __device__ __forceinline__ void quantize_permuted(const QuantizedTensor& tensor,
                              values(u + 2, i) * factor, values(u + 3, i) * factor);
     }
   }
-  store_permuted<kColumns>(word, tensor.data, tensor.data_stride, tile, tensor.x.tokens);
+  store_permuted<kColumns>(word, stage, tensor.data, tensor.data_stride, tile, tensor.x.tokens);
 }
 
 // The tensor, and the block of it, that the `index`th cluster quantizes.
@@ -186,7 +190,8 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
     load_tile<uint16_t, PermutedPositions>(loaded, tensor.x, tile);
     LoadedValues<kType> values(loaded, tensor, tile);
     cluster_wait();  // every CTA does
-    quantize_permuted<kType, kColumns>(tensor, tile, values, largest);
+    __shared__ PermutedStage stages[quantize_threads(kColumns) / 32];
+    quantize_permuted<kType, kColumns>(tensor, tile, values, largest, stages[threadIdx.x / 32]);
   } else if (tensor.signs != nullptr || tensor.mean != nullptr) {
     load_and_quantize<kType, kColumns, FloatValues<kType, kColumns>>(tensor, tile, largest);
   } else {
@@ -198,6 +203,7 @@ __global__ void __launch_bounds__(quantize_threads(kColumns), quantize_ctas(kCol
 template <int kColumns>
 __global__ void __launch_bounds__(quantize_threads(kColumns))
     permute_v(const __grid_constant__ PermuteArguments args) {
+  __shared__ PermutedStage stages[quantize_threads(kColumns) / 32];
   launch_dependents();
   griddepcontrol_wait();
   const WorkTile tile = find_block(args.v, blockIdx.x, kTileTokens);
@@ -217,7 +223,8 @@ __global__ void __launch_bounds__(quantize_threads(kColumns))
       for (int i = 0; i < 4; ++i) word[row][half * 4 + i] = four[i];
     }
   }
-  store_permuted<kColumns>(word, args.data, args.data_stride, tile, args.v.tokens);
+  store_permuted<kColumns>(word, stages[threadIdx.x / 32], args.data, args.data_stride, tile,
+                           args.v.tokens);
 }
 
 }  // namespace flashattn3::quantize

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "quantize/staged_tile.cuh"
 #include "quantize/tile.cuh"
 #include "tile/permuted_v.h"
 
@@ -38,6 +39,67 @@ __device__ __forceinline__ void store_tile(const uint32_t (&bytes)[kVecsOfThread
   }
 }
 
+// Row of a token of the tile. data: (batch, tokens, heads, columns), dense.
+__device__ __forceinline__ uint8_t* row_of_token(const QuantizedTensor& tensor,
+                                                 const WorkTile& tile, int token) {
+  const HeadStrides& stride = tensor.data_stride;
+  const int64_t row = int64_t{tile.sequence.offset} + tile.first + token;
+  return tensor.data + tile.batch_idx * stride.batch + row * stride.seq + tile.head * stride.head;
+}
+
+// Stores the bytes of a thread's columns of its token, RowPositions. row: of the token; tokens are
+// `stride` bytes apart. Lanes store 32 neighbouring bytes together: L2 gets whole sectors.
+template <int kColumns>
+__device__ __forceinline__ void store_token(const uint32_t (&bytes)[kVecsOfThread][kVec / 4],
+                                            uint8_t* row, int64_t stride, const WorkTile& tile,
+                                            int head_dim) {
+  using Positions = RowPositions<kColumns>;
+  const int token = Positions::token(0);
+  if (Positions::kLanes == 4 || head_dim % 16 != 0) {
+#pragma unroll
+    for (int u = 0; u < kVecsOfThread; ++u) {
+      const int column = Positions::column(u);
+      if (token >= tile.num_tokens() || column >= head_dim) continue;
+      *reinterpret_cast<uint2*>(row + column) = make_uint2(bytes[u][0], bytes[u][1]);
+    }
+  } else if constexpr (Positions::kLanes == 2) {
+#pragma unroll
+    for (int u = 0; u < kVecsOfThread; u += 2) {
+      const int column = Positions::column(u);
+      if (token >= tile.num_tokens() || column >= head_dim) continue;
+      *reinterpret_cast<uint4*>(row + column) =
+          make_uint4(bytes[u][0], bytes[u][1], bytes[u + 1][0], bytes[u + 1][1]);
+    }
+  } else {
+    // Of each 32 bytes of two neighbouring tokens the even lane stores the first 16, the odd lane
+    // the last 16: they exchange the other token's.
+    const int odd = threadIdx.x % 2;
+    uint8_t* const even_row = row - odd * stride;
+    const int num_tokens = tile.num_tokens() - (token - odd);  // 1: the even token alone
+#pragma unroll
+    for (int u = 0; u < kVecsOfThread; u += 4) {
+      uint32_t of_even[4], of_odd[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t first16 = bytes[u + i / 2][i % 2], last16 = bytes[u + 2 + i / 2][i % 2];
+        const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? first16 : last16, 1);
+        of_even[i] = odd ? other : first16;
+        of_odd[i] = odd ? last16 : other;
+      }
+      const int column = u * kVec + odd * 16;
+      if (column >= head_dim) continue;
+      if (num_tokens > 0) {
+        *reinterpret_cast<uint4*>(even_row + column) =
+            make_uint4(of_even[0], of_even[1], of_even[2], of_even[3]);
+      }
+      if (num_tokens > 1) {
+        *reinterpret_cast<uint4*>(even_row + stride + column) =
+            make_uint4(of_odd[0], of_odd[1], of_odd[2], of_odd[3]);
+      }
+    }
+  }
+}
+
 // A warp's staging buffer for 32 keys x 64 columns of permuted V: two rows of 16 bytes per column.
 // The position of a column among its 8 is swizzled, so that neither the warp's writes, 4 bytes of
 // every eighth column, nor its reads have bank conflicts.
@@ -49,13 +111,12 @@ struct PermutedStage {
 };
 
 // word[row][i]: column i of the thread's 8, for its four keys. data: (batch, heads, keys / 16,
-// kColumns, 16), varlen: without batch. Called by the whole CTA, once.
+// kColumns, 16), varlen: without batch. stage: of the warp, whose lanes all call it.
 template <int kColumns>
 __device__ __forceinline__ void store_permuted(const uint32_t (&word)[PermutedStage::kRows][kVec],
-                                               uint8_t* data, const HeadStrides& stride,
-                                               const WorkTile& tile, const SequenceTable& tokens) {
-  __shared__ PermutedStage stages[quantize_threads(kColumns) / 32];
-  PermutedStage& stage = stages[threadIdx.x / 32];
+                                               PermutedStage& stage, uint8_t* data,
+                                               const HeadStrides& stride, const WorkTile& tile,
+                                               const SequenceTable& tokens) {
 #pragma unroll
   for (int row = 0; row < PermutedStage::kRows; ++row) {
 #pragma unroll

@@ -38,6 +38,11 @@ struct TokenPositions {
   __device__ static int column(int vec) {
     return threadIdx.x % kLanes * kVec + vec % kVecsOfToken * (kLanes * kVec);
   }
+  // Lanes, or else vectors, between a token's columns that are a power of two apart.
+  __device__ static constexpr int lanes_apart(int columns) {
+    return columns < kLanes * kVec ? columns / kVec : 0;
+  }
+  __device__ static constexpr int vecs_apart(int columns) { return columns / (kLanes * kVec); }
 };
 
 // Partition for permuted V: a warp holds 32 keys, as two rows of 16, of 64 columns; a thread holds

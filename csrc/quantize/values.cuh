@@ -1,4 +1,5 @@
 // A thread's 64 values, from the load through the amax to the conversion: in 16 bits or in float.
+// They are quantized by factor_of(factor) instead of factor.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -80,6 +81,8 @@ struct LoadedValues {
     }
   }
 
+  __device__ static float factor_of(float factor) { return factor; }
+
   __device__ float operator()(int u, int i) const {
     const float2 two = Pair<kType>::floats(vec[u][i / 2]);
     return i % 2 == 0 ? two.x : two.y;
@@ -88,9 +91,9 @@ struct LoadedValues {
 
 // Float values after smoothing, if the tensor has a mean (SageAttention), and after incoherent
 // processing, if it has signs (QuIP, FlashAttention-3): signs, Walsh-Hadamard transform and scale
-// of whole tokens in TokenPositions<kColumns>. The additions follow the order of
-// flashattn3/call/hadamard.py: columns 1 apart, 2, 4, ...
-template <ElementType kType, int kColumns>
+// of whole tokens. The additions follow the order of flashattn3/call/hadamard.py: columns 1 apart,
+// 2, 4, ...
+template <ElementType kType, int kColumns, class Partition = TokenPositions<kColumns>>
 struct FloatValues {
   float x[kVecsOfThread][kVec];
 
@@ -98,6 +101,7 @@ struct FloatValues {
                          const WorkTile& tile) {
     apply_signs(loaded, tensor, tile);
     transform(tensor);
+    if (tensor.signs != nullptr) multiply(tensor.rotation_scale);
   }
 
   template <bool kNan>
@@ -123,10 +127,12 @@ struct FloatValues {
     }
   }
 
+  __device__ static float factor_of(float factor) { return factor; }
+
   __device__ float operator()(int u, int i) const { return x[u][i]; }
 
  protected:
-  using Positions = TokenPositions<kColumns>;
+  using Positions = Partition;
   using Flips = uint4[kColumns / kVec];
   using Means = float4[kColumns / 4];
 
@@ -175,14 +181,23 @@ struct FloatValues {
     if (tensor.mean != nullptr) subtract(means);
   }
 
+  // All but the scale.
   __device__ __forceinline__ void transform(const QuantizedTensor& tensor) {
     if (tensor.signs == nullptr) return;
-    // With kColumns > 64, head_dim is always kColumns here.
-    transform(kColumns > 64 ? kColumns : tensor.x.head_dim);
+    // With kColumns > 64, head_dim is always kColumns here. Stages that may be left out move
+    // registers, half as many again as they add.
+    if (kColumns > 64 || tensor.x.head_dim == kColumns) {
+      transform(kColumns);
+    } else {
+      transform(tensor.x.head_dim);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float scale) {
 #pragma unroll
     for (int u = 0; u < kVecsOfThread; ++u) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) x[u][i] *= tensor.rotation_scale;
+      for (int i = 0; i < kVec; ++i) x[u][i] *= scale;
     }
   }
 
@@ -215,14 +230,15 @@ struct FloatValues {
     within_vecs<1>(head_dim);
     within_vecs<2>(head_dim);
     within_vecs<4>(head_dim);
-    constexpr int kLanes = Positions::kLanes;
 #pragma unroll
-    for (int lanes = 1; lanes < kLanes; lanes *= 2) {
-      if (kVec * lanes < head_dim) between_lanes(lanes);
-    }
-#pragma unroll
-    for (int vecs = 1; vecs < Positions::kVecsOfToken; vecs *= 2) {
-      if (kVec * kLanes * vecs < head_dim) between_vecs(vecs);
+    for (int columns = kVec; columns < kColumns; columns *= 2) {
+      if (columns >= head_dim) continue;
+      const int lanes = Positions::lanes_apart(columns);
+      if (lanes > 0) {
+        between_lanes(lanes);
+      } else {
+        between_vecs(Positions::vecs_apart(columns));
+      }
     }
   }
 

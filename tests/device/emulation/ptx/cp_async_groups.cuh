@@ -12,6 +12,10 @@ inline void copy_word_async(uint32_t to, const void* from, bool exists) {
   emulation::start_copy(to, exists ? from : nullptr, 4);
 }
 
+inline void copy_vec_async(uint32_t to, const void* from, bool exists) {
+  emulation::start_copy(to, exists ? from : nullptr, 16);
+}
+
 inline void commit_copies() {
   auto& self = emulation::self();
   self.copy_groups.push_back(std::exchange(self.copies, {}));
