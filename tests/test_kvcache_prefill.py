@@ -28,9 +28,9 @@ from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inp
 from test_kvcache_hopper import LIBRARY, call_of, problem_of, size_of, tensors_of
 
 from flashattn3 import doctor, flash_attn_with_kvcache
-from flashattn3.backends.hopper import decode_launch
+from flashattn3.backends.hopper import decode_choice
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.decode_launch import DECODE_ROWS
+from flashattn3.backends.hopper.decode_choice import DECODE_ROWS
 from flashattn3.backends.hopper.kernel_configs import (
     CACHED_CONFIGS,
     CACHED_FORWARD_MEASURED,
@@ -196,7 +196,7 @@ def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monk
     def unmeasured(*of):
         return select_cached_forward_config(*of)._replace(measured="")
 
-    monkeypatch.setattr(decode_launch, "select_cached_forward_config", unmeasured)
+    monkeypatch.setattr(decode_choice, "select_cached_forward_config", unmeasured)
     absent = HopperBackend(library=lambda: library_double(configs=decode), only_measured=False)
     careful = HopperBackend(library=library_double)
     for backend, said in (

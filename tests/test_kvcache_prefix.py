@@ -8,7 +8,7 @@ from helpers import TRITON_DTYPES, cached_calls_of_an_h100, library_double, need
 
 from flashattn3 import cached_explanation, explain_with_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.decode_launch import PREFIX_ROWS
+from flashattn3.backends.hopper.decode_choice import PREFIX_ROWS
 from flashattn3.backends.hopper.kernel_configs import CACHED_CONFIGS
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.call.cached import DecodeTensors

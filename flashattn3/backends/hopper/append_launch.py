@@ -9,7 +9,7 @@ from ...call.dtypes import SIXTEEN_BIT
 from ...call.tensor_fields import WRITTEN_DESCALES
 from ..base import head_dim_reason
 from .config_types import MAX_HEAD_DIM
-from .decode_launch import descale_reason
+from .decode_choice import descale_reason
 from .kernel_configs import APPEND_MEASURED
 
 if TYPE_CHECKING:

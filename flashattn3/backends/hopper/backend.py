@@ -24,14 +24,9 @@ from ..device import SHARED_MEMORY_KIB, DeviceInfo
 from ..triton.backend import BACKEND as TRITON
 from . import cached
 from . import launch as hopper_launch
-from .config_types import MAX_HEAD_DIM
-from .decode_launch import (
-    DECODE_TILE_ROWS,
-    DecodeLaunch,
-    config_of,
-    decode_launch,
-    unfit_reason,
-)
+from .config_types import DECODE_TILE_ROWS, MAX_HEAD_DIM
+from .decode_choice import config_of, unfit_reason
+from .decode_launch import DecodeLaunch, decode_launch
 from .kernel_configs import (
     BIAS,
     LARGEST,
