@@ -20,7 +20,7 @@ PROVIDERS_IN = {
     ),
     "tab:green": ("flashattn3", "flashattn3 int8", "fp8 block+hadamard, int8"),
     "tab:blue": ("fa2", "ladder fa2", "fp8 block"),
-    "tab:orange": ("rotary", "cudnn", "max logit", "flex", "fp8 per head"),
+    "tab:orange": ("rotary", "cudnn", "max logit", "flex", "fp8 per head", "two calls"),
     "tab:purple": ("math", "bias", "fa3 package", "ladder fa1"),
     "tab:cyan": ("quantize+int8", "captured", "sinks", "fp8 block+hadamard+smooth_k, int8"),
     "tab:red": ("quantize+int8+smooth_k", "naive", "fp8 per tensor"),
