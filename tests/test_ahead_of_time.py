@@ -107,6 +107,7 @@ def launches_of(
     dtype = getattr(torch, dtype_name)
     wide = torch.empty(4001, HEADS, head_dim + padding, device="meta", dtype=dtype)
     rows, dim_v = wide[..., :head_dim], head_dim_v or head_dim
+    odd_q = features.pop("odd_q", False)
     values = torch.empty(4001, HEADS, dim_v + padding, device="meta", dtype=v_dtype(dtype))
     values = values[..., :dim_v]
     tensors = Tensors(rows[None], rows[None], values[None])
@@ -125,7 +126,11 @@ def launches_of(
         shape, of = TERMS[name]
         of = dtype if of else torch.float32
         name = name.removeprefix("own_")
-        tensors = tensors._replace(**{name: torch.empty(shape, device="meta", dtype=of)})
+        term = torch.empty(shape, device="meta", dtype=of)[..., :4001]
+        tensors = tensors._replace(**{name: term})
+    if odd_q:
+        q = torch.empty(1, 4001, HEADS, head_dim + 1, device="meta", dtype=dtype)
+        tensors = tensors._replace(q=q[..., :head_dim])
     launches = {}
     for deterministic in (True, False):
         problem = described(tensors, **features, deterministic=deterministic)
@@ -133,12 +138,13 @@ def launches_of(
     return launches
 
 
-# Shape of what changes scores, and whether it has q's dtype.
+# Shape of what changes scores, of which keys past the last are cut, and whether it has q's dtype.
+# Rows of own_bias begin at multiples of 16 bytes, so that its loads are pipelined.
 TERMS = {
     "sinks": ((HEADS,), False),
     "alibi_slopes": ((HEADS,), False),
     "bias": ((1, 1, 4001, 4001), True),
-    "own_bias": ((1, HEADS, 4001, 4001), True),
+    "own_bias": ((1, HEADS, 4001, 4008), True),
 }
 
 
@@ -308,14 +314,17 @@ FORWARDS += [
     for d in dims
     if d not in THREE_DIMS
 ]
+# Blocks of a bias beside those of K and V: the most shared memory of a row.
+FORWARDS += [((160, 160), "stored-bias-odd-q", H100), ((32, 32), "stored-bias-causal", L4)]
 
 
 @pytest.mark.parametrize("dims, features, chip", FORWARDS, ids=lambda x: getattr(x, "name", str(x)))
 def test_forwards_fit_their_chip(chip, dims, features, compilers):
-    of = dims[0], FEATURES[features], "float16" if features == "full" else "bfloat16"
+    options = (FEATURES | OF_SCORES)[features]
+    of = dims[0], options, "float16" if features == "full" else "bfloat16"
     alone = True, dims[1], 0, "forward"
     (report,) = compilers.submit(compile_all, chip, *of, *alone).result()
-    assert "trap;" not in report.ptx
+    assert "trap;" not in report.ptx and not report.stale
     assert_instructions(chip, report)
     assert report.shared_memory_bytes <= chip.shared_memory_bytes
     assert report.stack_bytes <= spill_bound_bytes(chip, dims[1], False, "forward")
@@ -377,6 +386,8 @@ OF_SCORES = {
     "slopes-full": {"terms": ("alibi_slopes",)},
     "bias": {"terms": ("bias",)},
     "stored-bias": {"terms": ("own_bias",)},
+    "stored-bias-causal": {"terms": ("own_bias",), "causal": True},
+    "stored-bias-odd-q": {"terms": ("own_bias",), "odd_q": True},
 }
 SCORES = [(A100, 128, "slopes-sinks-causal"), (A100, 128, "bias"), (H100, 128, "bias")]
 SCORES += [(H100, 64, "slopes-full"), (H100, 64, "stored-bias")]
@@ -491,7 +502,7 @@ def test_no_load_of_an_unaligned_tensor_is_wider_than_an_element(compiler, head_
 
 
 # K's block is wider than V's, which has a narrower swizzle, or the other way round.
-UNLIKE_BLOCKS = ((64, 32), (32, 16), (128, 16), (72, 8), (32, 64))
+UNLIKE_BLOCKS = ((64, 32), (32, 16), (128, 16), (72, 8), (32, 64), (160, 24))
 
 
 # Unaligned, or with odd strides: kernels with the same constants.

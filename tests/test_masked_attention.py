@@ -310,8 +310,9 @@ def test_a_mask_goes_through_checkpoints_and_transforms():
 
 def layer(q, k, v, lengths, mask):
     """Attention with a mask that is built and combined in compiled code, and one that is given."""
-    built = (masks.documents(lengths, seqlen=q.shape[1], causal=True) & mask) | mask.inverse()
-    built |= masks.window(q.shape[1], 0, 0, device=DEVICE)
+    built = masks.documents(lengths, seqlen=q.shape[1], causal=True)
+    built &= mask
+    built |= (mask & masks.window(q.shape[1], 0, 0, device=DEVICE)) | mask.inverse()
     out = flash_attn_func(q, k, v, mask=built) + flash_attn_func(q, k, v, mask=mask)
     return out + built.density, built
 

@@ -101,6 +101,8 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         return _combined("|", self, other, torch.maximum, torch.bitwise_or)
 
+    __iand__, __ior__ = __and__, __or__  # torch.compile of 2.11 needs the names
+
     def __invert__(self) -> Mask:
         return self.inverse()
 

@@ -142,7 +142,7 @@ class TritonBackend:
         tile_config = select_tile_config(*dims, device.lowering, device.shared_memory_bytes)
         tiles = tile_config.masked if problem.masked else tile_config.full
         if problem.bias is not None:
-            tiles = tiles.with_bias(max(dims), device.lowering == 90)
+            tiles = tiles.with_bias(max(dims), device.lowering == 90, device.shared_memory_bytes)
         if problem.slopes is not None:
             tiles = tiles.with_slopes(max(dims), device.lowering == 90, problem.masked)
         tiles = tiles._replace(

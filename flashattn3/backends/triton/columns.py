@@ -27,10 +27,10 @@ def whole_columns(head_dim: int, head_dim_v: int) -> dict[str, int]:
     return _constants(*((padded(dim),) * 2 for dim in (head_dim, head_dim_v)))
 
 
-def forward_columns(head_dim: int, head_dim_v: int) -> dict[str, int]:
+def forward_columns(head_dim: int, head_dim_v: int, narrowest: int = 16) -> dict[str, int]:
     """The forward multiplies at most two parts, the first as wide as fits."""
     dims = head_dim, head_dim_v
-    return _constants(*(in_parts(dim, 1 << (dim.bit_length() - 1)) for dim in dims))
+    return _constants(*(in_parts(dim, 1 << (dim.bit_length() - 1), narrowest) for dim in dims))
 
 
 def backward_columns(head_dim: int, head_dim_v: int, narrowest: int | None) -> dict[str, int]:
@@ -58,7 +58,7 @@ def in_parts(head_dim: int, part: int, narrowest: int = 16) -> tuple[int, int]:
 
 
 def blocks_alike(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims for ``whole_columns`` where loads are not pipelined, because Triton loads single
+    """Columns of the blocks of K and V where loads are not pipelined, because Triton loads single
     elements or has one stage: K and V have the same shared-memory swizzle, 32, 64 or 128 bytes.
 
     Without a pipeline K and V take turns in one buffer. With two swizzles ptxas 12.8 (of Triton
@@ -68,6 +68,13 @@ def blocks_alike(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     block_d, block_dv = padded(head_dim), padded(head_dim_v)
     least = min(WIDEST_SWIZZLE, max(block_d, block_dv))
     return max(block_d, least), max(block_dv, least)
+
+
+def columns_alike(head_dim: int, head_dim_v: int) -> dict[str, int]:
+    """The forward's columns where loads of a tensor are not pipelined: parts have the swizzle of
+    ``blocks_alike`` too. As one block, 160 columns of pipelined K and V exceed shared memory."""
+    least = min(WIDEST_SWIZZLE, *blocks_alike(head_dim, head_dim_v))
+    return forward_columns(max(head_dim, least), max(head_dim_v, least), least)
 
 
 def fp8_columns(head_dim: int, head_dim_v: int, wgmma: bool) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ...call.dtypes import EIGHT_BIT, FP8, INT8, NAMES, v_dtype
 from ...call.operands import Tensors, as_scaled
 from ...call.problem import Problem
 from ..results import result_shapes
-from .columns import blocks_alike, forward_columns, fp8_columns, whole_columns
+from .columns import columns_alike, forward_columns, fp8_columns, whole_columns
 from .config import TritonConfig
 from .kernels import forward
 from .kernels.combine_splits import combine_kernel
@@ -189,7 +189,7 @@ def forward_launch(problem: Problem, config: TritonConfig) -> Launch:
     else:
         columns = forward_columns(*dims) if config.in_parts else whole_columns(*dims)
     if config.wgmma and not fp8:
-        alike = whole_columns(*blocks_alike(*dims))
+        alike = columns_alike(*dims)
         # The first scalars are the strides of q, k and v.
         if tile.num_stages == 1 or is_elementwise(*dims, *scalars[:9]):
             columns = alike

@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
         """The tile of the kernel of dK and dV, which both backwards launch."""
         return self.bwd or self.bwd_dkdv
 
-    def with_bias(self, head_dim: int, wgmma: bool) -> Tiles:
+    def with_bias(self, head_dim: int, wgmma: bool, shared_memory_bytes: int) -> Tiles:
         """The tiles of calls with a bias, a block of which takes shared memory and registers."""
         if wgmma and head_dim <= 32:
             dkdv = Tile(64, 64, 4, 3, max_registers=128)
@@ -82,6 +82,8 @@ class Tiles(NamedTuple):
         if not wgmma and head_dim > 64:
             dkdv = self.bwd_dkdv._replace(num_stages=min(self.bwd_dkdv.num_stages, 2))
             return self._replace(bwd_dkdv=dkdv, bwd_dq=_dq_with_terms(head_dim))
+        if not wgmma and head_dim <= 32 and shared_memory_bytes < 163 * 1024:
+            return self._replace(forward=self.forward._replace(block_n=64))  # 128 need 104 KiB
         return self
 
     def with_slopes(self, head_dim: int, wgmma: bool, masked: bool) -> Tiles:
