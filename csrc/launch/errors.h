@@ -21,7 +21,7 @@ template <class Wanted, class Found>
 void expect(bool condition, const char* function, const char* what, const Wanted& wanted,
             const Found& found) {
   if (condition) return;
-  std::ostringstream sentence;
+  std::ostringstream sentence(std::ios_base::out);  // the default one is new in GCC 9
   sentence << function << ": " << what << " must be " << wanted << ", got " << found;
   throw std::runtime_error(sentence.str());
 }
