@@ -130,7 +130,7 @@ def has_parts_of_every_head_dim(lines: list[str]) -> None:
 # seconds of a CPU, and 10 to 20 s of the compiler; programs leave out longer problems.
 LONG = ("--steps", "1000")
 EMULATIONS = {
-    "decode": ("decode", (), 41, 99, None),
+    "decode": ("decode", (), 41, 150, None),
     "random decode": ("decode", ("--random", "15"), 15, 15, None),
     "appends": ("append", ("400",), 400, 400, has_vectors_of_k),
     "widened caches": ("widen", ("60",), 50, 150, None),

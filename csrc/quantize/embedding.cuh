@@ -177,35 +177,16 @@ struct EmbeddedValues : FloatValues<kType, kColumns, RowPositions<kColumns>> {
     if (tensor.mean != nullptr) this->subtract(columns.means);
   }
 
-  // A product with a power of two is not rounded and waits for the quantization.
-  __device__ __forceinline__ void transform(const QuantizedTensor& tensor) {
-    Base::transform(tensor);
-    if (tensor.signs == nullptr) return;
-    if ((__float_as_uint(tensor.rotation_scale) & 0x7fffff) == 0) {
-      scale_ = tensor.rotation_scale;
-    } else {
-      this->multiply(tensor.rotation_scale);
-    }
-  }
-
   // 0 past the last token, where a mean or a norm may have left other values.
   template <bool kNan>
   __device__ float largest() const {
     const float found = Base::template largest<kNan>();
-    return exists_ ? found * scale_ : 0.f;
-  }
-
-  // Products below 2^-126 would be rounded: with a factor below 2^60 they become 0 in any case.
-  __device__ __forceinline__ float factor_of(float factor) {
-    if (factor < 0x1p60f) return factor * scale_;
-    this->multiply(scale_);
-    return factor;
+    return exists_ ? found : 0.f;
   }
 
  private:
   static_assert(2 * kApart <= kVecsOfThread);
   bool exists_;
-  float scale_ = 1.f;  // that the values still lack
 
   // kNorm: the embedding has a weight. Apart, as predicated multiplications would take their turn.
   template <bool kNorm>

@@ -89,7 +89,6 @@ __global__ void __launch_bounds__(quantize_threads(kColumns),
         embedding, tile, reinterpret_cast<const uint16_t*>(columns.flips), ready);
   }
   ready();
-  uint8_t* row = row_of_token(tensor, tile, Values::Positions::token(0));
   quantize_heads(
       tensor, staged, tile, heads, largest,
       [&](const WorkTile& of_head, int i) {
@@ -103,9 +102,8 @@ __global__ void __launch_bounds__(quantize_threads(kColumns),
       [&](auto& values, const WorkTile& of_head, LargestOfCluster<kColumns>& found) {
         values.transform(tensor);
         quantize_tokens<kColumns>(tensor, of_head, values, found, [&](const auto& bytes) {
-          store_token<kColumns>(bytes, row, tensor.data_stride.seq, of_head, tensor.x.head_dim);
+          store_token<kColumns>(bytes, tensor, of_head);
         });
-        row += tensor.data_stride.head;
       });
 }
 

@@ -39,8 +39,7 @@ struct Narrow<ElementType::kInt8> {
 
 // store(bytes): stores a thread's values.
 template <class To, class Values, class Store>
-__device__ __forceinline__ void narrow_and_store(Values& values, float factor, Store store) {
-  factor = values.factor_of(factor);
+__device__ __forceinline__ void narrow_and_store(const Values& values, float factor, Store store) {
   uint32_t bytes[kVecsOfThread][kVec / 4];
 #pragma unroll
   for (int u = 0; u < kVecsOfThread; ++u) {

@@ -39,22 +39,17 @@ __device__ __forceinline__ void store_tile(const uint32_t (&bytes)[kVecsOfThread
   }
 }
 
-// Row of a token of the tile. data: (batch, tokens, heads, columns), dense.
-__device__ __forceinline__ uint8_t* row_of_token(const QuantizedTensor& tensor,
-                                                 const WorkTile& tile, int token) {
-  const HeadStrides& stride = tensor.data_stride;
-  const int64_t row = int64_t{tile.sequence.offset} + tile.first + token;
-  return tensor.data + tile.batch_idx * stride.batch + row * stride.seq + tile.head * stride.head;
-}
-
-// Stores the bytes of a thread's columns of its token, RowPositions. row: of the token; tokens are
-// `stride` bytes apart. Lanes store 32 neighbouring bytes together: L2 gets whole sectors.
+// Stores the bytes of a thread's columns of its token, RowPositions. Lanes store 32 neighbouring
+// bytes together: L2 gets whole sectors. The row's address is found here, once for each head: kept
+// from head to head it would be spilled.
 template <int kColumns>
 __device__ __forceinline__ void store_token(const uint32_t (&bytes)[kVecsOfThread][kVec / 4],
-                                            uint8_t* row, int64_t stride, const WorkTile& tile,
-                                            int head_dim) {
+                                            const QuantizedTensor& tensor, const WorkTile& tile) {
   using Positions = RowPositions<kColumns>;
-  const int token = Positions::token(0);
+  const HeadStrides& stride = tensor.data_stride;
+  const int token = Positions::token(0), head_dim = tensor.x.head_dim;
+  uint8_t* const row = tensor.data + tile.batch_idx * stride.batch + tile.head * stride.head +
+                       (int64_t{tile.sequence.offset} + tile.first + token) * stride.seq;
   if (Positions::kLanes == 4 || head_dim % 16 != 0) {
 #pragma unroll
     for (int u = 0; u < kVecsOfThread; ++u) {
@@ -74,7 +69,7 @@ __device__ __forceinline__ void store_token(const uint32_t (&bytes)[kVecsOfThrea
     // Of each 32 bytes of two neighbouring tokens the even lane stores the first 16, the odd lane
     // the last 16: they exchange the other token's.
     const int odd = threadIdx.x % 2;
-    uint8_t* const even_row = row - odd * stride;
+    uint8_t* const even_row = row - odd * stride.seq;
     const int num_tokens = tile.num_tokens() - (token - odd);  // 1: the even token alone
 #pragma unroll
     for (int u = 0; u < kVecsOfThread; u += 4) {
@@ -93,7 +88,7 @@ __device__ __forceinline__ void store_token(const uint32_t (&bytes)[kVecsOfThrea
             make_uint4(of_even[0], of_even[1], of_even[2], of_even[3]);
       }
       if (num_tokens > 1) {
-        *reinterpret_cast<uint4*>(even_row + stride + column) =
+        *reinterpret_cast<uint4*>(even_row + stride.seq + column) =
             make_uint4(of_odd[0], of_odd[1], of_odd[2], of_odd[3]);
       }
     }

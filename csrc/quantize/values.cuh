@@ -1,5 +1,4 @@
 // A thread's 64 values, from the load through the amax to the conversion: in 16 bits or in float.
-// They are quantized by factor_of(factor) instead of factor.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -81,8 +80,6 @@ struct LoadedValues {
     }
   }
 
-  __device__ static float factor_of(float factor) { return factor; }
-
   __device__ float operator()(int u, int i) const {
     const float2 two = Pair<kType>::floats(vec[u][i / 2]);
     return i % 2 == 0 ? two.x : two.y;
@@ -101,7 +98,18 @@ struct FloatValues {
                          const WorkTile& tile) {
     apply_signs(loaded, tensor, tile);
     transform(tensor);
-    if (tensor.signs != nullptr) multiply(tensor.rotation_scale);
+  }
+
+  __device__ __forceinline__ void transform(const QuantizedTensor& tensor) {
+    if (tensor.signs == nullptr) return;
+    // With kColumns > 64, head_dim is always kColumns here. Stages that may be left out move
+    // registers, half as many again as they add.
+    if (kColumns > 64 || tensor.x.head_dim == kColumns) {
+      transform(kColumns);
+    } else {
+      transform(tensor.x.head_dim);
+    }
+    multiply(tensor.rotation_scale);
   }
 
   template <bool kNan>
@@ -126,8 +134,6 @@ struct FloatValues {
       }
     }
   }
-
-  __device__ static float factor_of(float factor) { return factor; }
 
   __device__ float operator()(int u, int i) const { return x[u][i]; }
 
@@ -179,18 +185,6 @@ struct FloatValues {
       }
     }
     if (tensor.mean != nullptr) subtract(means);
-  }
-
-  // All but the scale.
-  __device__ __forceinline__ void transform(const QuantizedTensor& tensor) {
-    if (tensor.signs == nullptr) return;
-    // With kColumns > 64, head_dim is always kColumns here. Stages that may be left out move
-    // registers, half as many again as they add.
-    if (kColumns > 64 || tensor.x.head_dim == kColumns) {
-      transform(kColumns);
-    } else {
-      transform(tensor.x.head_dim);
-    }
   }
 
   __device__ __forceinline__ void multiply(float scale) {
