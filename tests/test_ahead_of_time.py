@@ -45,7 +45,7 @@ SPILL_BOUND_BYTES = {
     "mma.sync": {
         "forward": {32: 224, 64: 120, 96: 290, 128: 140, 160: 120, 192: 64, 256: 112},
         "bwd": {64: 400, 96: 824, 128: 872, 160: 200, 192: 224, 256: 416},
-        "bwd_dkdv": {32: 288, 64: 784, 96: 784, 128: 904, 160: 64, 192: 160, 256: 72},
+        "bwd_dkdv": {32: 288, 64: 784, 96: 784, 128: 904, 160: 64, 192: 160, 256: 190},
         "bwd_dq": {32: 160, 64: 504, 96: 264, 128: 344, 160: 376, 192: 64, 256: 136},
     },
     "wgmma": {
@@ -221,7 +221,7 @@ for of in EIGHT_BIT:
     ALL += [(chip, d, "varlen-causal-window", of) for chip in CHIPS for d in WHOLE_HEAD_DIMS]
 ALL += [(A100, 128, "softcap-split", "bfloat16")]
 ALL += [(H100, d, "softcap-split", "bfloat16") for d in (96, 128, 192)]
-ALL += [(A100, 64, "mask", "bfloat16"), (H100, 128, "mask", "bfloat16")]
+ALL += [(chip, d, "mask", "bfloat16") for chip, d in ((A100, 64), (A100, 256), (H100, 128))]
 ALL += [(H100, 64, "mask-slopes", "bfloat16")]
 
 
@@ -343,12 +343,12 @@ def compiled(request, compiler) -> tuple[DeviceInfo, int, str, str, list[Report]
 
 
 def test_kernels_fit_their_chip(compiled):
-    chip, head_dim, _, dtype_name, reports = compiled
+    chip, head_dim, features, dtype_name, reports = compiled
     fp8 = dtype_name in EIGHT_BIT
     wanted = {"forward", "combine"}
     if not fp8:
         wanted |= {"bwd_preprocess", "bwd_dkdv", "bwd_dq"}
-        if adds_dq(chip, head_dim):
+        if adds_dq(chip, head_dim) and (features, head_dim) != ("mask", 256):
             wanted |= {"bwd", "bwd_postprocess"}
     assert {report.kernel for report in reports} == wanted
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)

@@ -24,6 +24,7 @@ from .cache_tiles import select_tile
 from .columns import widest
 from .config import TCGEN05, TritonConfig
 from .tile_configs import (
+    BWD_D256,
     FIRST_WITH_FP8,
     MAX_HEAD_DIM,
     MIN_SHARED_MEMORY_KIB,
@@ -147,7 +148,7 @@ class TritonBackend:
             tiles = tiles.with_slopes(max(dims), device.lowering == 90, problem.masked)
         tiles = tiles._replace(
             forward=_forward_tile(tiles.forward, problem, device),
-            bwd=tiles.bwd if _adds_dq(problem, device) else None,
+            bwd=tiles.bwd if _adds_dq(tiles.bwd, problem, device) else None,
         )
         m_blocks = tiles.forward.num_m_blocks(problem.seqlen_q)
         if problem.mask is not None:  # programs for whole blocks of the mask
@@ -194,12 +195,14 @@ def _forward_tile(tile: Tile, problem: Problem, device: DeviceInfo) -> Tile:
     return tile._replace(block_n=block_n, slice_n=min(tile.slice_n, block_n))
 
 
-def _adds_dq(problem: Problem, device: DeviceInfo) -> bool:
+def _adds_dq(tile: Tile | None, problem: Problem, device: DeviceInfo) -> bool:
     """Return whether the backward of a problem may compute five GEMMs, which add dQ in any order.
-    It may not with tcgen05, where five were not measured."""
+    It may not with tcgen05, where five were not measured, nor with a mask where its second copy of
+    K, without infinities, exceeds shared memory."""
     sequences = problem.batch if problem.varlen else 1
     short = problem.total_q < FEW_ROWS * sequences
-    return not problem.deterministic and not short and (device.lowering or 0) not in TCGEN05
+    fits = problem.mask is None or tile != BWD_D256
+    return fits and not problem.deterministic and not short and device.lowering not in TCGEN05
 
 
 def _num_splits(problem: Problem, programs: int, tile: Tile, num_sms: int) -> int:
