@@ -136,7 +136,7 @@ def flash_attn_with_kvcache(
             that all sequences have in front of their own, and the number of these keys. They are
             read once for all sequences. page_table, cache_seqlens and the positions of queries then
             count a sequence's own keys. Not with a window to the left, rotary tables, split_tokens,
-            q_descale, or descales of each sequence.
+            or descales of each sequence.
         qv, attention_chunk: not supported yet, an error if given.
 
     Returns:

@@ -242,8 +242,14 @@ UNSUPPORTED = [
     (prefix(alibi_slopes=torch.ones(H)), "alibi_slopes must be None with prefix_page_table"),
     (prefix(window_size=(9, 0)), "window_size must be open to the left with prefix_page_table"),
     (prefix(**new(), **tables()), "rotary_cos must be None"),
-    (prefix(q_descale=torch.ones(B, HK)), "q_descale must be None with prefix_page_table"),
-    (prefix(k_descale=torch.ones(B, HK)), "k_descale must be None or one for each page or token"),
+    (prefix(q_descale=torch.ones(B, HK)), "q_descale must be None or one number with prefix_page"),
+    *(
+        (
+            prefix(**{name: torch.ones(B, HK)}),
+            f"{name} must be None, one number or one for each page or token with prefix_page_table",
+        )
+        for name in ("k_descale", "v_descale")
+    ),
 ]
 TYPE_ERRORS = [
     ({"cache_seqlens": [5, 7]}, "cache_seqlens must be an int"),

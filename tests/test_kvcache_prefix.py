@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from helpers import TRITON_DTYPES, cached_calls_of_an_h100, library_double, needs_hopper
@@ -99,6 +101,67 @@ def test_a_prefix_is_the_first_keys_of_every_sequence(name, backend, dtype, devi
     assert again.shape == out.shape
 
 
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+@pytest.mark.interpreted(
+    quick=lambda name, backend, stored: backend == "reference" or (name, stored) == ("decode", FP8)
+)
+@pytest.mark.parametrize("name", ["decode", "ragged-sinks", "appended"])
+@pytest.mark.parametrize(
+    ("backend", "stored"),
+    [
+        *product(("reference", "triton"), (FP8, INT8, torch.float16)),
+        *(pytest.param("hopper", stored, marks=needs_hopper) for stored in (FP8, INT8)),
+    ],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_one_number_is_the_descale_of_the_prefix_and_of_all_sequences(
+    name, backend, stored, device
+):
+    """Powers of two, which change no rounding: the bits of the same descale for each page."""
+    seqlen_q, options = CASES[name]
+    arguments, prefix, own = call_of(seqlen_q, device, torch.float16)
+    prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
+    if "new" in options:
+        new = arguments["k_cache"][0, :9].view(3, 3, 2, 64).clone()
+        arguments |= {"k": new, "v": new.flip(1)}
+    if stored != torch.float16:
+        caches = {x: arguments[x].mul(20).to(stored) for x in ("k_cache", "v_cache")}
+        arguments |= caches | {"q_descale": torch.tensor(0.5, device=device)}
+    results = []
+    for shape in ((), (1,), (20, 1, 2)):
+        by = {"k_descale": 0.25, "v_descale": 4.0}
+        given = {x: torch.full(shape, value, device=device) for x, value in by.items()}
+        given |= {x: arguments[x].clone() for x in ("k_cache", "v_cache")}
+        out, lse = flash_attn_with_kvcache(
+            **arguments | given, **prefix_of, causal=True, return_lse=True, backend=backend
+        )
+        codes = (given[x].view(torch.uint8) for x in ("k_cache", "v_cache"))
+        results.append((out, lse, *codes))
+    for found in results[:2]:
+        assert all(map(torch.equal, found, results[2]))
+    without = flash_attn_with_kvcache(
+        **arguments | {"k_descale": torch.ones((), device=device)} | dict.fromkeys(("k", "v")),
+        v_descale=torch.ones((), device=device), **prefix_of, causal=True, backend=backend,
+    )  # fmt: skip
+    assert not torch.equal(without, results[0][0])
+
+
+def test_one_number_divides_new_tokens_in_pages_of_one(device):
+    """Where a descale of each page is one of each token, which an append would write."""
+    arguments, _, _ = call_of(1, device, torch.float16)
+    pages = torch.arange(20, dtype=torch.int32, device=device)[None]
+    new = torch.ones(3, 1, 2, 64, dtype=torch.float16, device=device)
+    caches = {x: torch.zeros(20, 1, 2, 64, device=device).to(FP8) for x in ("k_cache", "v_cache")}
+    out = flash_attn_with_kvcache(
+        **arguments | caches | {"cache_seqlens": 1}, k=new, v=new,
+        page_table=pages[:, :9].view(3, 3), prefix_page_table=pages[:, 9:], prefix_len=1,
+        k_descale=torch.tensor(0.5, device=device), v_descale=torch.tensor(0.5, device=device),
+    )  # fmt: skip
+    assert (caches["k_cache"][[1, 4, 7]].float() == 2).all() and out.isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["reference", "aot_eager"])
 def test_explained_and_compiled(backend):
     arguments, prefix, own = call_of(1, "cpu", torch.float16)
@@ -174,6 +237,7 @@ def test_which_calls_with_a_prefix_are_one_launch_on_hopper():
         (named, {"seqlen_q": 48, "d": 96, "dv": 64}, True),
         (named, {"seqlen_q": 49}, False),
         (named, {"d": 256}, False),
+        (named, {"k_descale": torch.ones(())}, False),
         (named, {"seqlen_q": 3, **tree}, False),
     ):
         launch = of.plan_of(options, hopper=careful, **page, **given).launch

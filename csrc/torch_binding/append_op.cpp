@@ -16,6 +16,7 @@
 #include "torch_binding/append_call.h"
 #include "torch_binding/attention_call.h"
 #include "torch_binding/boxed.h"
+#include "torch_binding/decode_call.h"
 #include "torch_binding/tensors.h"
 
 namespace flashattn3 {
@@ -67,8 +68,8 @@ class Checks {
   void descale(const char* name, const std::optional<Tensor>& tensor, int64_t batch,
                int64_t heads) const {
     if (!tensor) return;
-    expect_shape(kName, name, *tensor, {2, {batch, heads}});
     expect_dtype(name, *tensor, fp32_, "float32");
+    if (!is_one_number(*tensor)) expect_shape(kName, name, *tensor, {2, {batch, heads}});
   }
 
   void rotary_tables(const AppendCall& call) const {
@@ -149,6 +150,7 @@ AppendTensor append_tensor(const Tensor& from, const Tensor& to,
                            const std::optional<Tensor>& cu_seqlens, bool of_cache,
                            const std::optional<Tensor>& descale) {
   const bool varlen = cu_seqlens.has_value();
+  const bool of_heads = descale && !is_one_number(*descale);
   const int64_t tokens = varlen ? 0 : 1;
   return {.from = from.data_ptr(),
           .to = to.data_ptr(),
@@ -159,8 +161,8 @@ AppendTensor append_tensor(const Tensor& from, const Tensor& to,
           .head_dim = to_int(kName, "head_dim", from.size(tokens + 2)),
           .cu_seqlens = indices(cu_seqlens),
           .descale = descale ? static_cast<const float*>(descale->data_ptr()) : nullptr,
-          .descale_batch = descale ? descale->stride(0) : 0,
-          .descale_head = descale ? descale->stride(1) : 0};
+          .descale_batch = of_heads ? descale->stride(0) : 0,
+          .descale_head = of_heads ? descale->stride(1) : 0};
 }
 
 // Shape of a tensor of tokens like `like`, with other heads and columns.

@@ -3,7 +3,7 @@
 A stored key or value times its descale is the real one, whatever the cache's dtype. A descale is
 float32, one for each head of a sequence, of a page or of a token:
 
-    heads: (batch, num_heads_kv); of a single number ``expanded`` makes this.
+    heads: (batch, num_heads_kv), or one number for all, a tensor with no or one axis.
     pages: (num_pages, 1, num_heads_kv), of a dense cache (num_caches, 1, num_heads_kv).
     tokens: (num_pages, page_size, num_heads_kv), of a dense cache (num_caches, capacity,
         num_heads_kv). An append computes these and writes them; it divides by the others.
@@ -23,6 +23,15 @@ HEADS, PAGES, TOKENS = "heads", "pages", "tokens"
 OF_KEYS = (PAGES, TOKENS)  # descales that may differ from key to key of a sequence
 
 
+def is_one_number(descale: Metadata | Tensor) -> bool:
+    return tuple(descale.shape) in ((), (1,))
+
+
+def is_of_sequences(descale: Metadata | Tensor | None, cache: Metadata | Tensor) -> bool:
+    """Whether each sequence has descales of its own."""
+    return kind_of(descale, cache) == HEADS and not is_one_number(descale)
+
+
 def kind_of(descale: Metadata | Tensor | None, cache: Metadata | Tensor) -> str | None:
     """One of the three kinds; None without a descale. Where a page, or a dense cache, holds a
     single token, its descale is that of the token."""
@@ -36,26 +45,6 @@ def kind_of(descale: Metadata | Tensor | None, cache: Metadata | Tensor) -> str 
 def of_append(descale: Tensor | None, cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The descale by which new tokens are divided, and that which they get; one of them is None."""
     return (None, descale) if kind_of(descale, cache) == TOKENS else (descale, None)
-
-
-def expanded(
-    descales: tuple, rows: object, cu_seqlens: Tensor | None, cache: object
-) -> tuple[object, ...]:
-    """Tensors of one number, with no or one axis, as (batch, num_heads_kv); others as they are.
-
-    rows, cu_seqlens: of queries or new tokens, which have the batch. The checks name what is no
-    tensor of a legal shape.
-    """
-    single = [isinstance(x, Tensor) and x.ndim <= 1 and x.numel() == 1 for x in descales]
-    if not any(single):
-        return descales
-    try:
-        batch = rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        heads = cache.shape[2]
-    except (AttributeError, IndexError):
-        return descales
-    both = zip(descales, single, strict=True)
-    return tuple(x.expand(batch, heads) if is_single else x for x, is_single in both)
 
 
 def check_descales(function: str, tensors: tuple, batch: int, of: str) -> None:
@@ -75,16 +64,17 @@ def check_descales(function: str, tensors: tuple, batch: int, of: str) -> None:
         per = f"{cache.shape[0], tokens, heads} or {cache.shape[0], 1, heads} ({lead}, tokens or 1"
         wanted = f"{batch, heads} (batch, num_heads_kv), or {per}, num_heads_kv)"
         legal = (batch, heads), (cache.shape[0], tokens, heads), (cache.shape[0], 1, heads)
-        expect(shape in legal, function, f"{name}.shape", wanted, shape)
+        expect(is_one_number(descale) or shape in legal, function, f"{name}.shape", wanted, shape)
         _check_float32(function, name, descale, cache.device, of)
 
 
 def check_q_descale(function: str, descale: Metadata | None, wanted: tuple, device) -> None:
-    """(batch, num_heads_kv): query heads that share a KV head share it."""
+    """(batch, num_heads_kv), or one number: query heads that share a KV head share it."""
     if descale is None:
         return
     shape, name = tuple(descale.shape), "q_descale"
-    expect(shape == wanted, function, f"{name}.shape", f"{wanted} (batch, num_heads_kv)", shape)
+    said = f"{wanted} (batch, num_heads_kv)"
+    expect(is_one_number(descale) or shape == wanted, function, f"{name}.shape", said, shape)
     _check_float32(function, name, descale, device, "q")
 
 

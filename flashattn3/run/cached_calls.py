@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..call.arguments import boolean, integer, length
-from ..call.cache_descales import expanded, of_append
+from ..call.cache_descales import of_append
 from ..call.cached import (
     APPEND,
     DECODE,
@@ -118,12 +118,9 @@ def with_kvcache(
     if has_autocast():
         q, k, v = as_cache_under_autocast(k_cache, q, k, v)
         new = new and new._replace(k=k, v=v)
-    descales = q_descale, k_descale, v_descale
-    if not (q_descale is k_descale is v_descale is None):
-        descales = expanded(descales, q, cu_seqlens_q, k_cache)
     tensors = DecodeTensors(
         q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
-        cu_seqlens_q, cu_seqlens_k_new, *descales, sinks, scheduler_metadata,
+        cu_seqlens_q, cu_seqlens_k_new, q_descale, k_descale, v_descale, sinks, scheduler_metadata,
         tree_mask, alibi_slopes,
     )  # fmt: skip
     lengths = Lengths(seqlen, 0, longest)
@@ -269,8 +266,6 @@ def append(tensors: AppendTensors, given: dict[str, object]) -> Tensor | None:
         q, k, v = as_cache_under_autocast(k_cache, q, k, v)
     seqlen, cache_seqlens = seqlens_of(function, tensors.cache_seqlens)
     tensors = tensors._replace(k=k, v=v, q=q, cache_seqlens=cache_seqlens)
-    descales = expanded(tensors[14:16], k, tensors.cu_seqlens_k_new, k_cache)
-    tensors = tensors._replace(k_descale=descales[0], v_descale=descales[1])
     check_tensors(function, 4, **tensors._asdict())
     tensors = tensors._replace(**_descales_of_append(tensors))
     if q is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import integer
-from ..call.cache_descales import OF_KEYS, kind_of
+from ..call.cache_descales import is_of_sequences, is_one_number
 from ..call.cached import DecodeOptions, DecodeTensors, Lengths, lse_shape
 from ..call.tensor_checks import check_device
 from ..call.value_checks import is_checked
@@ -84,13 +84,14 @@ def check_prefix(
     refused = {
         "rotary_cos": (rotates, "None with prefix_page_table: rotate with append_kvcache"),
         "window_size": (options.window_left >= 0, "open to the left with prefix_page_table"),
-        "q_descale": (tensors.q_descale is not None, "None with prefix_page_table"),
         "alibi_slopes": (tensors.alibi_slopes is not None, "None with prefix_page_table"),
     }
-    for name, cache in (("k_descale", tensors.k_cache), ("v_descale", tensors.v_cache)):
-        descale = getattr(tensors, name)
-        of_sequences = descale is not None and kind_of(descale, cache) not in OF_KEYS
-        refused[name] = of_sequences, "None or one for each page or token with prefix_page_table"
+    wanted = "None or one number with prefix_page_table"
+    of_q = tensors.q_descale is not None and not is_one_number(tensors.q_descale)
+    refused["q_descale"] = of_q, wanted
+    wanted = "None, one number or one for each page or token with prefix_page_table"
+    refused["k_descale"] = is_of_sequences(tensors.k_descale, tensors.k_cache), wanted
+    refused["v_descale"] = is_of_sequences(tensors.v_descale, tensors.v_cache), wanted
     for name, (given, wanted) in refused.items():
         if given:
             raise UnsupportedError(complaint(function, name, wanted, "given"))
@@ -109,7 +110,8 @@ def prefix_call(
     given = isinstance(prefix.length, Tensor)
     of_prefix = DecodeTensors(
         q, tensors.k_cache, tensors.v_cache, prefix.length if given else None, prefix.page_table,
-        cu_seqlens_q=edges, k_descale=tensors.k_descale, v_descale=tensors.v_descale,
+        cu_seqlens_q=edges, q_descale=tensors.q_descale, k_descale=tensors.k_descale,
+        v_descale=tensors.v_descale,
     )  # fmt: skip
     options = options._replace(causal=False, window_right=-1, return_lse=True)
     return of_prefix, Lengths(None if given else prefix.length, 0, longest), options

@@ -38,7 +38,7 @@ PREFIX_ROWS = 512
 # kernel. The workspace has as many heads as fit into kWidenedBytes (csrc/launch/widen_cache.h), at
 # least one.
 MOST_WIDENED_BYTES = 1 << 31
-_DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
+DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 
 
 def unfit_reason(problem: DecodeProblem) -> str | None:
@@ -136,7 +136,7 @@ def forward_reason(problem: DecodeProblem) -> str | None:
         return f"no forward kernel has spans of keys at head dim {problem.head_dim}"
     if reads_bytes(problem):
         return _widening_reason(problem)
-    given = sorted(problem.given & _DESCALES)
+    given = sorted(problem.given & DESCALES)
     if given:
         return f"forward kernels take no {given[0]}"
     expanded = sorted(problem.expanded - {"q"})

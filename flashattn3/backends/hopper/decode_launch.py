@@ -15,7 +15,14 @@ from ...call.cached import DecodeTensors, new_out
 from ...call.dtypes import NAMES
 from ..base import CachedOperators
 from .config_types import DECODE_TILE_ROWS
-from .decode_choice import ALIGNED_BYTES, DECODE_ROWS, PREFIX_ROWS, config_of, reads_bytes
+from .decode_choice import (
+    ALIGNED_BYTES,
+    DECODE_ROWS,
+    DESCALES,
+    PREFIX_ROWS,
+    config_of,
+    reads_bytes,
+)
 from .kernel_configs import CACHED_CONFIGS, DecodeConfig, ForwardConfig
 from .launch_record import decode_record_of
 
@@ -141,8 +148,9 @@ class DecodeLaunch:
 
     @property
     def rows_after_prefix(self) -> int:
-        """See ``CachedLaunch``."""
-        return 0 if self.prefix_launch is None else PREFIX_ROWS
+        """See ``CachedLaunch``. Kernels with a prefix take no descales."""
+        takes = self.prefix_launch is not None and not self.problem.given & DESCALES
+        return PREFIX_ROWS if takes else 0
 
     @cached_property
     def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable]:

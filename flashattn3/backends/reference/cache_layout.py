@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...call.cache_descales import is_one_number
 from ...call.dtypes import FP8
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ def movable(x: Tensor) -> Tensor:
 
 def capacity_of(cache: Tensor, page_table: Tensor | None) -> int:
     return cache.shape[1] if page_table is None else page_table.shape[1] * cache.shape[1]
+
+
+def of_sequence(descale: Tensor, sequence: Tensor | int) -> Tensor:
+    """The descales of the heads of sequences, (..., heads), or the one number of all, (1,)."""
+    return descale.view(1) if is_one_number(descale) else descale[sequence]
 
 
 def cached_tokens(tensors, lengths: Lengths, batch: int, capacity: int) -> Tensor:

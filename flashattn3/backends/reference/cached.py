@@ -17,7 +17,7 @@ from ...call.cache_descales import OF_KEYS, PAGES, kind_of
 from ...call.cached import new_out
 from ...call.dtypes import FP8
 from ...call.scheduler_metadata import HEADER, PER_SEQUENCE, make_metadata
-from .cache_layout import cached_tokens, capacity_of, movable, wide_dtype
+from .cache_layout import cached_tokens, capacity_of, movable, of_sequence, wide_dtype
 from .cached_append import append
 from .spans import attend_spans, tokens_at_once
 from .visibility import hidden_by_tree, hidden_keys
@@ -258,7 +258,7 @@ def _rows(
     def shown(scores: Tensor, first_key: int) -> Tensor:
         for descale, kind in ((tensors.q_descale, None), (tensors.k_descale, problem.k_descale)):
             if descale is not None and kind not in OF_KEYS:
-                scores = scores * descale[index].to(wide)[:, None, None, None]
+                scores = scores * of_sequence(descale, index).to(wide)[:, None, None, None]
         if scale.is_capped:
             scores = scale.unit * torch.tanh(scores / scale.unit)
         position = torch.arange(first_key, first_key + scores.shape[-1], device=q.device)
@@ -287,7 +287,7 @@ def _rows(
         out = torch.einsum("hgtn,hnd->hgtd", p, v)
     out = out.permute(2, 0, 1, 3)
     if tensors.v_descale is not None and problem.v_descale not in OF_KEYS:
-        out = out * tensors.v_descale[index].to(wide)[:, None, None]
+        out = out * of_sequence(tensors.v_descale, index).to(wide)[:, None, None]
     poison = torch.where(fits, 0.0, math.nan).to(wide)
     out, lse = out.flatten(1, 2) + poison, lse.permute(2, 0, 1).flatten(1, 2) + poison
     return out, lse

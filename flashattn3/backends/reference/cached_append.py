@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...call.cache_descales import HEADS, kind_of
 from ...call.dtypes import EIGHT_BIT
 from ...call.eight_bits import rounded, with_descale
-from .cache_layout import cached_tokens, capacity_of, movable, wide_dtype
+from .cache_layout import cached_tokens, capacity_of, movable, of_sequence, wide_dtype
 from .rotary import rotated
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def append(problem: AppendProblem, tensors: AppendTensors, lengths: Lengths) -> 
         fields = f"{name}_cache", f"{name}_descale", f"{name}_descale_out"
         cache, given, written = (getattr(tensors, field) for field in fields)
         if given is not None:
-            at = sequence if given.ndim == 2 else place[0]
-            x = x / (given[at] if given.ndim == 2 else given[at, 0]).to(x.dtype).unsqueeze(-1)
+            of_heads = kind_of(given, cache) == HEADS
+            given = of_sequence(given, sequence) if of_heads else given[place[0], 0]
+            x = x / given.to(x.dtype).unsqueeze(-1)
         if written is not None:
             x, descale = with_descale(x, cache.dtype)
             _write(written, descale, place, exists)

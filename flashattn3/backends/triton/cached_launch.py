@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...call.cache_descales import HEADS, OF_KEYS, PAGES, TOKENS, kind_of
+from ...call.cache_descales import HEADS, OF_KEYS, PAGES, TOKENS, is_one_number, kind_of
 from ...call.cached import new_out, query_sizes
 from ...call.dtypes import EIGHT_BIT, FP8
 from .cache_tiles import EVERY_SPAN, CacheTile
@@ -141,7 +141,7 @@ def _descale_strides(tensors: DecodeTensors) -> tuple[int, ...]:
     caches where these, or tokens, have descales."""
     of_q = tensors.q_descale
     return (
-        *((0, 0) if of_q is None else of_q.stride()),
+        *((0, 0) if of_q is None or is_one_number(of_q) else of_q.stride()),
         *_key_strides(tensors.k_descale, tensors.k_cache),
         *_key_strides(tensors.v_descale, tensors.v_cache),
     )
@@ -149,7 +149,7 @@ def _descale_strides(tensors: DecodeTensors) -> tuple[int, ...]:
 
 def _key_strides(descale: Tensor | None, cache: Tensor) -> tuple[int, int, int]:
     kind = kind_of(descale, cache)
-    if kind is None:
+    if kind is None or is_one_number(descale):
         return 0, 0, 0
     batch, *token, head = descale.stride()
     return batch, token[0] if kind == TOKENS else 0, head
