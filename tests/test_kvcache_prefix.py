@@ -200,11 +200,14 @@ def test_hopper_reads_the_prefix_in_the_launch_of_the_own_keys(on_hopper):
     arguments, prefix, own = call_of(3, "cpu", torch.float16)
     tensor = torch.tensor([PREFIX], dtype=torch.int32)
     wide = torch.zeros(3, 4, 8, 64).half()[:, :3]  # tokens of two strides are copied
+    alone = torch.zeros(1, 4, 16, 64).half()[:, :3, :8]  # those of one sequence have one
+    one = {"cache_seqlens": arguments["cache_seqlens"][:1], "page_table": own[:1]}
     for length, q, options in (
         (PREFIX, arguments["q"], {}),
+        (PREFIX, alone, one),
         (tensor, wide, {"return_lse": True, "out": torch.zeros(3, 3, 8, 64).half()}),
     ):
-        call = arguments | {"q": q, "page_table": own, "prefix_page_table": prefix, **options}
+        call = {**arguments, "q": q, "page_table": own, "prefix_page_table": prefix, **options}
         result = flash_attn_with_kvcache(**call, prefix_len=length)
         out, pages, seqlen, number, handle, lse, *numbers = on_hopper.pop()
         found, lse_found = result if "return_lse" in options else (result, None)
@@ -214,7 +217,8 @@ def test_hopper_reads_the_prefix_in_the_launch_of_the_own_keys(on_hopper):
         config = CACHED_CONFIGS[handle.config]
         assert config.name == "decode_fp16_d64_64x4_prefix" and handle.record.page_size == PAGE
         tensors = DecodeTensors(*numbers[4:])
-        assert tensors.page_table is own and tensors.q.is_contiguous()
+        assert tensors.page_table is call["page_table"]
+        assert tensors.q.is_contiguous() == (q is not alone)
         assert (tensors.q is q) == (q is not wide)
 
 

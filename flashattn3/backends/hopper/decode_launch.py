@@ -170,7 +170,8 @@ class DecodeLaunch:
             ) -> Tensor:
                 tensors = _converted(problem, tensors, copied)
                 q = tensors.q
-                if q.ndim == 4 and q.stride(0) != q.shape[1] * q.stride(1):
+                of_batch = q.ndim == 4 and q.shape[0] > 1
+                if of_batch and q.stride(0) != q.shape[1] * q.stride(1):
                     tensors = tensors._replace(q=q.contiguous())
                 seqlen, seqlen_new, longest = lengths
                 seqlen = -1 if seqlen is None else seqlen
