@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import product
+from functools import partial
 
 import pytest
 from helpers import ROOT
@@ -20,7 +20,6 @@ from flashattn3.backends.hopper.kernel_configs import (
     DECODE_CONFIGS,
     EIGHT_BIT,
     FORWARD_CONFIGS,
-    NO_TERM,
     SIXTEEN_BIT,
     SLOPES,
     BackwardConfig,
@@ -90,124 +89,71 @@ def test_rows_of_8_bits_take_every_block_of_the_interface():
         assert not scaled or all(block % config.keys_per_descale == 0 for block in BLOCKS)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_problem_finds_exactly_one_row(dtype, masked):
-    for head_dim in range(1, MAX_HEAD_DIM + 1):
-        for seqlen_k in (1, 1024, 1025, 1 << 20):
-            config = select_forward_config(dtype, head_dim, head_dim, masked, seqlen_k)
-            assert (config.dtype, config.masked) == (dtype, masked)
-            assert config.head_dim == min(d for d in HEAD_DIMS[dtype] if d >= head_dim)
-            assert config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k
-        kin = [
-            (r.dtype, r.head_dim, r.head_dim_v, r.masked, r.max_seqlen_k, r.block_m, r.block_n)
-            for r in FORWARD_CONFIGS
-            if r.term == NO_TERM and not r.listed
-        ]
-        assert len(set(kin)) == len(kin)
-        of = dtype, config.head_dim, config.head_dim_v, masked, None
-        assert any(row[:5] == of for row in kin)
-    assert select_forward_config(dtype, MAX_HEAD_DIM + 1, 1, masked, 1) is None
-    assert select_forward_config(dtype, 1, MAX_HEAD_DIM + 1, masked, 1) is None
+def of_forward(dtype, head_dim, masked=False, **options):
+    return select_forward_config(dtype, head_dim, head_dim, masked, 512, **options)
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
-def test_calls_with_a_bias_find_a_row_up_to_128_columns(dtype):
-    """It has a mask, whether the call has one or not; its gradient has one too."""
-    for head_dim, seqlen_k in product((1, 32, 64, 65, 96, 128), (1, 512, 513, 1 << 20)):
-        for masked in (False, True):
-            config = select_forward_config(dtype, head_dim, head_dim, masked, seqlen_k, term=BIAS)
-            assert (config.dtype, config.term, config.masked) == (dtype, BIAS, True)
-            assert config.head_dim == (64 if head_dim <= 64 else 128)
-            assert config.max_seqlen_k is None or seqlen_k <= config.max_seqlen_k
-        of_gradient = select_backward_config(dtype, head_dim, head_dim, BIAS)
-        assert (of_gradient.term, of_gradient.head_dim) == (BIAS, config.head_dim)
-    assert select_forward_config(dtype, 129, 1, False, 1, term=BIAS) is None
-    assert select_backward_config(dtype, 1, 129, BIAS) is None
+def of_gradient(dtype, head_dim, **options):
+    return select_backward_config(dtype, head_dim, head_dim, **options)
+
+
+WHOLE, HALF = (64, 128, 256), (64, 128)
+# How a config is selected → the head dims of the configs of 16 bits, and of 8.
+SELECTIONS = {
+    of_forward: (HEAD_DIMS["bf16"], HEAD_DIMS["e4m3"]),
+    partial(of_forward, masked=True): (HEAD_DIMS["bf16"], HEAD_DIMS["e4m3"]),
+    partial(of_forward, listed=True): (WHOLE, HALF),
+    partial(of_forward, term=SLOPES): (WHOLE, ()),
+    partial(of_forward, term=BIAS): (HALF, ()),
+    of_gradient: (HEAD_DIMS["bf16"], ()),
+    partial(of_gradient, listed=True): (WHOLE, ()),
+    partial(of_gradient, term=SLOPES): (WHOLE, ()),
+    partial(of_gradient, term=BIAS): (HALF, ()),
+    select_decode_config: (WHOLE, ()),
+    partial(select_decode_config, spans=True): (WHOLE, ()),
+    select_byte_decode_config: (WHOLE, ()),
+    select_cached_forward_config: (WHOLE, ()),
+    partial(select_cached_forward_config, spans=True): (HALF, ()),
+}  # trees and prefixes: test_a_tree_and_a_prefix_have_the_tiles_of_a_call_without_one
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_slopes_find_a_kernel_of_16_bits_with_a_mask(dtype):
-    for head_dim in range(1, MAX_HEAD_DIM + 1):
-        for masked in (False, True):
-            config = select_forward_config(dtype, head_dim, head_dim, masked, 512, term=SLOPES)
-            assert (config is None) == (dtype in EIGHT_BIT)
-            assert config is None or (config.term, config.masked) == (SLOPES, True)
-        gradient = select_backward_config(dtype, head_dim, head_dim, SLOPES)
-        assert (gradient is None) == (dtype in EIGHT_BIT)
-        assert gradient is None or gradient.head_dim == config.head_dim >= head_dim
+@pytest.mark.parametrize("select", SELECTIONS, ids=lambda x: str(getattr(x, "keywords", "")))
+def test_every_problem_finds_the_smallest_row(select, dtype):
+    head_dims = SELECTIONS[select][dtype in EIGHT_BIT]
+    given = getattr(select, "keywords", {})
+    for head_dim in range(1, MAX_HEAD_DIM + 2):
+        config, wanted = select(dtype, head_dim), [d for d in head_dims if d >= head_dim]
+        assert (config is not None) == bool(wanted), head_dim
+        if wanted:
+            assert (config.dtype, config.head_dim) == (dtype, wanted[0])
+            assert all(getattr(config, name) == value for name, value in given.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_calls_with_lists_of_blocks_find_a_row(dtype):
-    """Its work tiles are the lists' blocks of rows; 8 bits have one up to 128 columns, without a
-    gradient."""
-    for head_dim, dim_v in (
-        (1, 1),
-        (64, 64),
-        (65, 8),
-        (128, 128),
-        (192, 128),
-        (192, 192),
-        (256, 8),
+def test_rows_differ_in_what_selects_them():
+    """A row for short sequences has one for all beside it."""
+    tile = "head_dim_v", "masked", "max_seqlen_k", "block_m", "block_n"
+    for configs, names in (
+        (FORWARD_CONFIGS, ("term", "listed", *tile)),
+        (BACKWARD_CONFIGS, ("term", "listed", "head_dim_v")),
+        (DECODE_CONFIGS, ("spans", "tree", "prefix")),
+        (BYTE_DECODE_CONFIGS, ()),
+        (CACHED_FORWARD_CONFIGS, ("spans", "tree")),
     ):
-        config = select_forward_config(dtype, head_dim, dim_v, False, 1000, listed=True)
-        of_gradient = select_backward_config(dtype, head_dim, dim_v, listed=True)
-        if dtype in EIGHT_BIT:
-            assert (config is None) == (head_dim > 128) and of_gradient is None
-        if config is None:
-            continue
-        assert config.listed and config.masked and config.block_m == BLOCK_ROWS
-        assert config.block_n % BLOCK_COLUMNS == 0
-        assert config.head_dim >= head_dim and config.head_dim_v >= dim_v
-        if dtype in EIGHT_BIT:
-            assert BLOCK_COLUMNS % config.keys_per_descale == 0
-            continue
-        assert of_gradient.listed and of_gradient.block_n == BLOCK_ROWS
-        assert of_gradient.head_dim >= head_dim and of_gradient.head_dim_v >= dim_v
+        kin = [tuple(getattr(c, x) for x in ("dtype", "head_dim", *names)) for c in configs]
+        assert len({*kin}) == len(kin)
+    for config in FORWARD_CONFIGS:
+        of = config.dtype, config.head_dim, config.head_dim_v, config.masked, 1 << 20
+        found = select_forward_config(*of, term=config.term, listed=config.listed)
+        assert found.max_seqlen_k is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_16_bits_find_the_smallest_row(dtype):
-    largest = max(config.head_dim for config in BACKWARD_CONFIGS)
-    rows = [r for r in BACKWARD_CONFIGS if r.dtype == dtype and r.term == NO_TERM and not r.listed]
-    kin = [(r.head_dim, r.head_dim_v) for r in rows]
-    assert len(set(kin)) == len(kin)
-    dims = (1, 8, 64, 65, 96, 97, 128, 129, 136, 160, 191, 192, 193, 256)
-    for d, dv in product(dims, dims):
-        config = select_backward_config(dtype, d, dv)
-        if dtype in EIGHT_BIT:
-            assert config is None
-            continue
-        assert config.dtype == dtype
-        assert (config.head_dim, config.head_dim_v) == min(
-            r for r in kin if r[0] >= d and r[1] >= dv
-        )
-    assert select_backward_config(dtype, largest + 1, 1) is None
-    assert select_backward_config(dtype, 1, largest + 1) is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("select", "configs"),
-    [
-        (select_decode_config, DECODE_CONFIGS),
-        (select_byte_decode_config, BYTE_DECODE_CONFIGS),
-        (select_cached_forward_config, CACHED_FORWARD_CONFIGS),
-    ],
-    ids=["decode", "8-bit caches", "forward"],
-)
-def test_cached_calls_of_16_bits_find_the_smallest_row(select, configs, dtype):
-    for head_dim in range(1, MAX_HEAD_DIM + 1):
-        config = select(dtype, head_dim)
-        if dtype in EIGHT_BIT:
-            assert config is None
-            continue
-        plain = (r for r in configs if not r.name.endswith(("_spans", "_tree", "_prefix")))
-        kin = [r.head_dim for r in plain if r.dtype == dtype]
-        assert (config.dtype, config.head_dim) == (dtype, min(d for d in kin if d >= head_dim))
-        assert kin.count(config.head_dim) == 1
-    assert select(dtype, MAX_HEAD_DIM + 1) is None
+def test_work_tiles_of_lists_are_blocks_of_rows():
+    for config in FORWARD_CONFIGS:
+        if config.listed:
+            assert config.block_m == BLOCK_ROWS and config.block_n % BLOCK_COLUMNS == 0
+            assert config.dtype in SIXTEEN_BIT or BLOCK_COLUMNS % config.keys_per_descale == 0
+    assert all(config.block_n == BLOCK_ROWS for config in BACKWARD_CONFIGS if config.listed)
 
 
 def test_a_forward_of_spans_sums_the_keys_of_the_decode_kernel():
