@@ -18,7 +18,6 @@ from flashattn3 import (
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_fp8_func,
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
@@ -346,32 +345,6 @@ def test_smoothing_takes_what_the_tokens_have_in_common(backend, device):
     assert rmse(smooth, reference) < 0.5 * rmse(plain, reference)
     # What q lost is multiplied with the mean of k here as there.
     assert rmse(lse, reference_lse) < 1.1 * rmse(plain_lse, reference_lse)
-
-
-@pytest.mark.interpreted(quick=lambda smooth, backend, **_: backend != "triton" or smooth)
-@pytest.mark.parametrize(
-    ("hadamard", "smooth"),  # q and k in e4m3, in int8
-    [(False, False), (True, False), (True, True)],
-)
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_ragged_sequences_are_quantized_one_by_one(hadamard, smooth, backend, device):
-    case = varlen("ragged", (65, 130, 3), (129, 70, 200), heads=(4, 2), causal=True)
-    tensors = make_inputs(case, device, torch.float16)
-    q, k, v, edges_q, edges_k = tensors[:5]
-    how = {
-        **{"causal": True, "block": 64, "hadamard": hadamard, "return_lse": True},
-        **{"smooth_k": smooth, "backend": backend},
-    }
-    found, lse = flash_attn_varlen_fp8_func(
-        q, k, v, edges_q, edges_k, 130, torch.tensor(200), **how
-    )
-    assert found.dtype == torch.float16
-    for i in range(3):
-        rows, keys = (slice(int(e[i]), int(e[i + 1])) for e in (edges_q, edges_k))
-        alone = (q[None, rows], k[None, keys], v[None, keys])
-        wanted, wanted_lse = flash_attn_fp8_func(*alone, **how)
-        torch.testing.assert_close(found[rows], wanted[0], rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(lse[:, rows], wanted_lse[0], rtol=2e-3, atol=2e-3)
 
 
 @triton.jit
