@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-import re
 from dataclasses import replace
 
 import pytest
@@ -33,14 +32,13 @@ from flashattn3_bench import (
     scores_suite,
     timing,
 )
-from flashattn3_bench.accuracy_suite import accuracy_cases, findings
+from flashattn3_bench.accuracy_suite import accuracy_cases
 from flashattn3_bench.cached_suite import HOST_WORK
 from flashattn3_bench.checking import Case
 from flashattn3_bench.checking.distributions import cases as distribution_cases
 from flashattn3_bench.command import ALL
 from flashattn3_bench.inputs import make_inputs, prepare, quantized
 from flashattn3_bench.memory import peak_bytes
-from flashattn3_bench.memory_suite import training_step
 from flashattn3_bench.precision import PRECISIONS, arguments_in, errors
 from flashattn3_bench.providers import (
     BASELINES,
@@ -52,7 +50,7 @@ from flashattn3_bench.providers import (
     naive,
     sdpa,
 )
-from flashattn3_bench.report import geometric_means, ratios, summary
+from flashattn3_bench.report import summary
 from flashattn3_bench.runner import Settings
 from flashattn3_bench.suites import CASES, DIRECTIONS, Cell, cells
 
@@ -62,26 +60,17 @@ SMALL = Case("small", 2, 48, 80, 4, 2, 16, 24)
 CAUSAL = Case("causal", 2, 48, 48, 4, 2, 16, 24, causal=True)
 
 
-def test_the_grid_has_the_cells_of_the_paper():
+def test_cells_and_flops_are_those_of_the_papers():
     grid = cells("grid")
     assert len(grid) == 2 * 3 * 2 * 6
     for case in (cell.case for cell in grid):
         assert case.batch * case.seqlen_q == case.batch * case.seqlen_k == 16384
         assert case.num_heads_q * case.head_dim == 2048
-    assert len(cells("grid", ["fwd"], head_dims=(64,), seqlens=(512, 1024))) == 4
-
-
-def test_flops_follow_the_convention_of_the_papers():
     full, causal = cells("grid", ["fwd"], (64,), (1024,))
     assert full.flops == 4 * 16 * 32 * 1024**2 * 64
     assert causal.flops == full.flops / 2
     assert Cell("grid", full.case, "bwd").flops == 2.5 * full.flops
-
-
-def test_grouped_cells_have_the_work_of_those_with_all_heads():
-    grouped = cells("gqa", ["bwd"])
-    assert len(grouped) == 2 * 2 * 3 + 7
-    for cell in grouped:
+    for cell in cells("gqa", ["bwd"]):
         assert cell.case.num_heads_q / cell.case.num_heads_kv in (3, 4, 8)
         assert cell.with_all_heads.case.num_heads_kv == cell.case.num_heads_q
         assert cell.with_all_heads.flops == cell.flops
@@ -103,15 +92,6 @@ def test_odd_head_dims_stand_beside_the_next_multiple_of_16():
         beside = others[cell.row.replace(f"d{cell.case.head_dim}", f"d{cell.case.head_dim + 8}")]
         assert beside.num_heads_q == cell.case.num_heads_q
         assert cell.case.layout == "bshd"
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("case", [SMALL, CAUSAL], ids=lambda case: case.name)
-@pytest.mark.parametrize("name", [OURS, "math", "naive"])
-def test_contenders_pass_the_gate(name, case, direction):
-    cell = Cell("grid", case, direction)
-    inputs = make_inputs(case, CPU, torch.float32)
-    gate.Gate(cell, inputs).check(name, prepare(PROVIDERS[name], cell, inputs)())
 
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
@@ -198,51 +178,24 @@ def test_peak_memory_counts_what_is_alive_at_once():
     assert peak_bytes(work, CPU) == pytest.approx(3 * 2**20, rel=0.01)
 
 
-@pytest.mark.slow
-def test_our_memory_grows_with_the_length_and_that_of_naive_with_its_square():
-    growth = {}
-    for name in (OURS, "naive"):
-        peaks = []
-        for seqlen in (1024, 2048):
-            case = Case("memory", 1, seqlen, seqlen, 4, 4, 32, 32, causal=True)
-            step = training_step(PROVIDERS[name], make_inputs(case, CPU, torch.float32), True)
-            peaks.append(peak_bytes(step, CPU))
-        growth[name] = peaks[1] / peaks[0]
-    assert growth[OURS] < 2.1
-    assert growth["naive"] > 3.5
-
-
-def record(provider: str, ratio: float | None, **rest) -> dict:
-    of = {"record": "time", "suite": "grid", "direction": "fwd", "row": "r", "column": "512"}
+def record(provider: str, ratios: dict, **rest) -> dict:
+    of = {"record": "time", "suite": "fp8", "direction": "fwd", "row": "r", "column": "512"}
     of |= {"provider": provider, "status": "ok", "median_ms": 1.0, "tflops": 12.0, "head_dim": 64}
-    return {**of, **({} if ratio is None else {"speed_ratio": {"fa2": ratio}}), **rest}
+    return of | {"speed_ratio": ratios} | rest
 
 
-def test_geometric_means_are_over_cells_with_both_numbers():
-    ours = [record(OURS, 2.0), record(OURS, 0.5), record(OURS, 4.0, head_dim=256)]
-    absent = record(OURS, None, status="FAILED")
-    text = geometric_means([*ours, absent])
-    assert f"all cells: fa2 {math.pow(4.0, 1 / 3):.3f} (3 cells)" in text
-    assert "d 64 and 128: fa2 1.000 (2 cells)" in text
-
-
-def test_the_table_shows_a_red_gate_and_no_number():
-    text = summary([record(OURS, None, status="FAILED"), record("fa2", None)])
-    assert "FAILED / 12" in text
-
-
-def test_fp8_is_compared_with_ours_and_the_baselines():
-    suite = {"suite": "fp8"}
+def test_the_summary_has_ratios_means_and_red_gates():
+    """Ours is compared with the baselines, and 8 bits with both."""
     times = {"fp8 int8": 1.0, OURS: 2.0, "fa2": 4.0}
     records = [
-        record(name, None, **suite, speed_ratio={o: times[o] / t for o in times if o != name})
+        record(name, {other: times[other] / t for other in times if other != name})
         for name, t in times.items()
     ]
-    assert ratios(records, "fp8 int8").splitlines()[0] == f"speed of fp8 int8 over {OURS} / fa2"
-    assert "2.00 / 4.00" in ratios(records, "fp8 int8")
-    means = geometric_means(records)
-    assert f"all cells: {OURS} 2.000 (1 cells), fa2 4.000 (1 cells)" in means
-    assert "all cells: fa2 2.000 (1 cells)" in means  # ours over fa2, but not over fp8
+    printed = summary([*records, record(OURS, {"fa2": 8.0}), record("math", {}, status="FAILED")])
+    assert "12 / 12 / 12 / FAILED" in printed
+    assert "2.00 / 4.00" in printed
+    assert f"all cells: {OURS} 2.000 (1 cells), fa2 4.000 (1 cells)" in printed
+    assert "all cells: fa2 4.000 (2 cells)" in printed
 
 
 def test_every_precision_stands_for_the_same_attention():
@@ -287,32 +240,13 @@ def bench(tmp_path, capsys):
     return run
 
 
-def holds_of_memory(records, printed):
-    assert all(r["peak_bytes"] > 0 for r in records)
-
-
-def holds_of_grid(records, printed):
-    assert all(0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"] for r in records)
-    assert records[0]["backend"] == "reference"
-
-
-def holds_of_gqa(records, printed):
-    assert {(r["num_heads_q"], r["num_heads_kv"]) for r in records} == {(4, 2)}
-
-
-def holds_of_bwd(records, printed):
-    assert {r["direction"] for r in records} == {"bwd"}
-
-
-def holds_of_fp8(records, printed):
+def holds_of_fp8(records):
     dtypes = [*["int8", "float8_e4m3fn"] * 3, "int8", "bfloat16", "bfloat16"]
     assert [r["qk_dtype"] for r in records] == dtypes * 2
-    assert {r["dtype"] for r in records} == {"bfloat16"} and records[0]["backend"] == "reference"
-    smooth, plain = records[6]["median_ms"], records[4]["median_ms"]
-    assert f"{(smooth - plain) * 1e3:.1f} ({(smooth / plain - 1) * 100:.1f} %)" in printed
+    assert {r["dtype"] for r in records} == {"bfloat16"}
 
 
-def holds_of_quantize(records, printed):
+def holds_of_quantize(records):
     rotary = records.pop()
     assert (rotary["provider"], rotary["quantized_dtype"]) == (quantize_suite.ROTARY, "int8")
     for ours, copy in zip(records[::2], records[1::2], strict=True):
@@ -320,37 +254,11 @@ def holds_of_quantize(records, printed):
         numbers, scales = tensors * 130 * 256, tensors * 2 * 256 // 64
         assert ours["num_bytes"] == 3 * numbers + 4 * scales
         assert copy["num_bytes"] == 4 * numbers
-    dtypes = [*["float8_e4m3fn", "int8"] * 2, *["int8"] * 2]
-    assert [r["quantized_dtype"] for r in records[::2]] == dtypes
 
 
-def holds_of_rotary(records, printed):
-    steps = [r["saved_bytes"] for r in records if r["direction"] == "bwd"]
-    assert len(steps) == 4 and all(0 < x < 2 * 4 * 128 * 64 * 4 for x in steps)
-
-
-def holds_of_varlen(records, printed):
-    assert [r["direction"] for r in records] == ["fwd"] * 24 + ["bwd"] * 24
-    grouped = [r["row"] for r in records[::2] if "gqa" in r["case"]]
-    assert grouped[-2:] == ["bwd d128 full 2/1 heads", "bwd d128 causal 2/1 heads"]
-
-
-def holds_of_robot(records, printed):
-    assert [r["column"] for r in records[::4]] == list(robot_suite.TIMES) * 2
-    assert [r["head_dim"] for r in records[::8]] == [64, 256]
-    of_few = [r for r in records if r["provider"] == ON_FEW_SMS]
-    assert {(r["status"], r["reason"]) for r in of_few} == {("absent", "a CPU has no SMs")}
-
-
-def holds_of_ladder(records, printed):
+def holds_of_ladder(records):
     moved = {r["provider"]: r["bytes_moved"] for r in records if not r["causal"]}
     assert moved["triton"] <= moved["ladder fa2"] < moved["ladder fa1"]
-
-
-def holds_of_block_sparse(records, printed):
-    density = {r["row"].split("sparse ")[1]: r["density"] for r in records}
-    assert density["sliding window 0"] < density["sliding window 1"] < density["dense"] == 1
-    assert {"butterfly", "local and global"} < density.keys()
 
 
 REFERENCE = ("--backend", "reference")  # Triton's interpreter has no bfloat16 products
@@ -359,40 +267,28 @@ D64_REFERENCE = (*D64, *REFERENCE)
 MEMORY = ("--seqlen", "128", "--baselines", "naive")
 COPIED = [*[OURS, "copy"] * 6, "rotary"]
 RUNGS = [OURS, "triton", "ladder fa2", "ladder fa1", "naive"]
-OF_FP8 = (
-    "speed of fp8 int8 over fp8 e4m3 / fp8 int8 fast accum / fp8 e4m3 fast accum / quantize+int8 / "
-    f"quantize+e4m3 / quantize+int8+smooth_k / {OURS} / math",
-    "speed of quantize+e4m3 over each of the others",
-    "cost of quantize+int8+smooth_k over quantize+int8: us (per cent)",
-)
-OF_GQA = ("gqa bwd, all cells: mha",)
-OF_DETERMINISTIC = (f"deterministic bwd, all cells: {OURS}",)
-OF_CAPTURED = (f"captured bwd, all cells: {OURS}",)
-OF_VARLEN = ("varlen fwd, all cells: dense", "varlen bwd, all cells: dense")
-OF_ROBOT = ("robot fwd, GPU, all cells: math", "robot fwd, host + GPU, all cells: math")
-# Suite → options, providers of the records, what is printed, and what else holds of the records.
+# Suite → options, providers of the records, and what else holds of the records.
 QUICK = {
-    "grid": (D64, [OURS, "math", "naive"] * 4, ("bwd d64 causal", "geometric mean"), holds_of_grid),
-    "memory": (MEMORY, [OURS, "naive"], ("peak memory",), holds_of_memory),
-    "gqa": ((*D64_REFERENCE, *BWD), [OURS, "mha", "math"] * 2, OF_GQA, holds_of_gqa),
-    "deterministic": (D64_REFERENCE, ["deterministic", OURS] * 2, OF_DETERMINISTIC, holds_of_bwd),
-    "captured": (D64_REFERENCE, ["captured", OURS] * 4, OF_CAPTURED, None),
-    "fp8": (D64_REFERENCE, [*EIGHT_BIT, OURS, "math"] * 2, OF_FP8, holds_of_fp8),
-    "quantize": (D64, COPIED, ("q, k rotated, int8", "GB/s"), holds_of_quantize),
-    "rotary": (D64, [OURS, "8 bits"] * 4, ("speed of 8 bits over flashattn3",), holds_of_rotary),
-    "varlen": ((), [OURS, "dense"] * 24, OF_VARLEN, holds_of_varlen),
-    "robot": (REFERENCE, [OURS, "math", "naive", ON_FEW_SMS] * 4, OF_ROBOT, holds_of_robot),
-    "ladder": ((*D64, *FWD), RUNGS * 2, ("ladder fwd, all cells: triton",), holds_of_ladder),
-    "block-sparse": (FWD, ["ladder fa1"] * 5, (), holds_of_block_sparse),
+    "grid": (D64, [OURS, "math", "naive"] * 4),
+    "memory": (MEMORY, [OURS, "naive"]),
+    "gqa": ((*D64_REFERENCE, *BWD), [OURS, "mha", "math"] * 2),
+    "deterministic": (D64_REFERENCE, ["deterministic", OURS] * 2),
+    "captured": (D64_REFERENCE, ["captured", OURS] * 4),
+    "fp8": (D64_REFERENCE, [*EIGHT_BIT, OURS, "math"] * 2, holds_of_fp8),
+    "quantize": (D64, COPIED, holds_of_quantize),
+    "rotary": (D64, [OURS, "8 bits"] * 4),
+    "varlen": ((), [OURS, "dense"] * 24),
+    "robot": (REFERENCE, [OURS, "math", "naive", ON_FEW_SMS] * 4),
+    "ladder": ((*D64, *FWD), RUNGS * 2, holds_of_ladder),
+    "block-sparse": (FWD, ["ladder fa1"] * 5),
 }
 
 
 @pytest.mark.parametrize("suite", QUICK)
 def test_quick_suites(suite, bench):
-    options, providers, wanted, holds = QUICK[suite]
-    records, printed = bench(suite, *options)
+    options, providers, *holds = QUICK[suite]
+    records, _ = bench(suite, *options)
     assert [r["provider"] for r in records] == providers
-    assert all(x in printed for x in wanted)
     of_cells = [{}]
     for r in records:
         assert (r["status"] == "absent") == (r["provider"] == ON_FEW_SMS), r
@@ -406,8 +302,8 @@ def test_quick_suites(suite, bench):
         assert ratios.keys() == others, r
         for other, ratio in ratios.items():
             assert ratio == pytest.approx(speeds[r["provider"]] / speeds[other])
-    if holds:
-        holds(records, printed)
+    for of_suite in holds:
+        of_suite(records)
 
 
 @pytest.fixture
@@ -417,20 +313,13 @@ def few_samples(monkeypatch):
 
 
 def test_host_suite_on_a_cpu(bench, few_samples):
-    records, printed = bench("host", *REFERENCE)
-    assert [(r["direction"], r["provider"]) for r in records] == [
-        *(("forward", name) for name in (OURS, "quantize+int8", "fa2")),
-        *((work, name) for work in list(host_suite.WORK)[1:] for name in (OURS, "fa2")),
-        *(
-            (work, name)
-            for work in HOST_WORK
-            for name in ((OURS,) if work.endswith("append") else (OURS, "fa2"))
-        ),
-    ]
+    records, _ = bench("host", *REFERENCE)
+    providers = {OURS, "quantize+int8", "fa2"}
+    assert {r["direction"] for r in records} == {"forward", *host_suite.WORK, *HOST_WORK}
+    assert {r["provider"] for r in records if r["direction"] == "forward"} == providers
     assert all(r["status"] == "ok" and r["median_ms"] > 0 for r in records)
     median = {(r["direction"], r["provider"]): r["median_ms"] for r in records}
     assert median[host_suite.BOTH, OURS] > median["forward", OURS]
-    assert "host time (us): flashattn3 / quantize+int8 / fa2" in printed
 
 
 @pytest.mark.parametrize(
@@ -455,29 +344,17 @@ def test_a_wrong_call_has_no_host_time(bench, few_samples, monkeypatch):
 
 
 @pytest.mark.slow
-def test_quick_accuracy_suite(bench):
-    records, printed = bench("fp8-accuracy", *REFERENCE)
+def test_quick_accuracy_suites(bench):
+    records, _ = bench("fp8-accuracy", *REFERENCE)
     assert [r["provider"] for r in records] == list(PRECISIONS) * 11
-    assert {r["seed"] for r in records} == {0}
-    dtypes = {r["provider"]: r["qk_dtype"] for r in records}
-    assert list(dtypes.values()) == ["bfloat16", "float16", *["float8_e4m3fn"] * 4, "int8", "int8"]
     assert {r["data"] for r in records} == {"outlier", "shifted", "normal", "long"}
     assert all(r["status"] == "ok" and 0 < r["relative_error"] < 0.2 for r in records)
     assert any(r["rows_compared"] < r["seqlen_k"] for r in records)
-    assert "RMSE / RMS of the fp64 reference: bf16 / fp16 / fp8 per tensor" in printed
-    *_, growth = findings(records)
-    assert growth in printed
-
-
-@pytest.mark.slow
-def test_quick_distributions_suite(bench):
-    records, printed = bench("fp8-distributions", "--seqlen", "128", *REFERENCE)
+    records, _ = bench("fp8-distributions", "--seqlen", "128", *REFERENCE)
     names = [f"{who} {dtype}" for dtype in ("int8", "e4m3") for who in ("flashattn3", "honest")]
     assert [r["provider"] for r in records] == names * len(distribution_cases((128,), (64,)))
     assert {(r["head_dim"], r["seqlen_k"], r["status"]) for r in records} == {(64, 128, "ok")}
     assert all(0.45 < r["heavy_probability"] < 0.55 for r in records if "heavy-p0.5" in r["case"])
-    assert "RMSE / RMS of the fp64 reference: " + " / ".join(names) in printed
-    assert "bias / mean magnitude of the fp64 reference" in printed
 
 
 def test_a_missed_bound_keeps_its_number_and_fails_the_run(bench, monkeypatch):
@@ -488,12 +365,10 @@ def test_a_missed_bound_keeps_its_number_and_fails_the_run(bench, monkeypatch):
     monkeypatch.setattr("flashattn3.flash_attn_func", wrong)
     few = [case for case in distribution_cases((128,), (64,)) if case.name in ("ones", "mean-1")]
     monkeypatch.setattr("flashattn3_bench.distributions_suite.distribution_cases", lambda *_: few)
-    records, printed = bench("fp8-distributions", "--seqlen", "128", *REFERENCE, status=1)
+    records, _ = bench("fp8-distributions", "--seqlen", "128", *REFERENCE, status=1)
     ours = [r for r in records if r["provider"].startswith(OURS)]
     assert len(ours) == 4
     assert all(r["status"] == "MISSED" and 0.09 < r["error"] < 0.11 for r in ours)
-    assert "0.1! / " in printed
-    assert re.search(r"MISSED fwd ones-128-d64 flashattn3 int8: bias 0.[01]\d* > 0.01\n", printed)
 
 
 def test_a_precision_that_gives_nan_fails_the_run(bench, monkeypatch):
@@ -503,10 +378,9 @@ def test_a_precision_that_gives_nan_fails_the_run(bench, monkeypatch):
     monkeypatch.setattr("flashattn3_bench.accuracy_suite.arguments_in", spoilt)
     few = accuracy_cases(quick=True)[:2]
     monkeypatch.setattr("flashattn3_bench.accuracy_suite.accuracy_cases", lambda quick: few)
-    records, printed = bench("fp8-accuracy", *REFERENCE, status=1)
+    records, _ = bench("fp8-accuracy", *REFERENCE, status=1)
     assert len(records) == 2 * len(PRECISIONS)
     assert all((r["status"] == "FAILED") == ("block" in r["provider"]) for r in records)
-    assert "out holds inf or NaN" in printed
 
 
 def test_wrong_quantization_has_no_number_and_fails_the_run(bench, monkeypatch):
@@ -520,10 +394,9 @@ def test_wrong_quantization_has_no_number_and_fails_the_run(bench, monkeypatch):
     spoil("quantize_block_fp8", 0)
     spoil("quantize_qkv", 2)
     spoil("rotate_and_quantize", 0)
-    records, printed = bench("quantize", "--head-dim", "128", status=1)
+    records, _ = bench("quantize", "--head-dim", "128", status=1)
     ours = [r for r in records if r["provider"] == OURS]
     assert len(ours) == 6 and all("gb_per_s" not in r for r in ours)
-    assert "differ from torch's" in printed
 
 
 def test_quantized_tensors_are_taken_in_turn():
@@ -644,10 +517,9 @@ def test_the_named_backend_is_the_one_that_is_timed(bench):
 def test_a_wrong_result_has_no_number_and_fails_the_run(bench, monkeypatch):
     wrong = lambda q, k, v, causal: naive(q, k, v, causal) * 1.01  # noqa: E731
     monkeypatch.setattr("flashattn3_bench.runner.PROVIDERS", PROVIDERS | {OURS: wrong})
-    records, printed = bench("shapes", *FWD, "--head-dim", "40", status=1)
+    records, _ = bench("shapes", *FWD, "--head-dim", "40", status=1)
     ours = [r for r in records if r["provider"] == OURS]
     assert ours and all(r["status"] == "FAILED" and "median_ms" not in r for r in ours)
-    assert "FAILED fwd" in printed
 
 
 def test_a_baseline_that_refuses_is_absent(bench):

@@ -263,29 +263,3 @@ def test_the_tables_of_the_ladder(direction):
         line = [line for line in page if line.startswith(f"| {shown} |")][direction == "bwd"]
         cells = [cell.strip() for cell in line.strip("|").split("|")][1:]
         assert cells == [str(round(found[case, provider, n])) for case, n in cases], shown
-
-
-def test_which_steps_of_the_ladder_are_slower_than_the_one_before():
-    """Those that docs/learn/index.md explains."""
-    slower = set()
-    for direction in ("fwd", "bwd"):
-        found = numbers("h100/ladder.jsonl", "tflops", direction)
-        for case, provider, column in found:
-            steps = list(LADDER.values())
-            at = steps.index(provider)
-            if at and found[case, provider, column] <= found[case, steps[at - 1], column]:
-                slower.add((direction, provider, case, int(column)))
-    lengths = (1024, 2048, 4096, 8192, 16384)
-    fa1 = {(f"d{d} full", n) for d in (64, 128) for n in lengths}
-    fa1 |= {("d64 causal", 16384), *(("d128 causal", n) for n in lengths[2:])}
-    assert {(c, n) for a, p, c, n in slower if (a, p) == ("fwd", "ladder fa1")} == fa1
-    fa1 = {("d64 full", n) for n in lengths[2:]} | {("d128 full", n) for n in lengths}
-    fa1.add(("d64 causal", 16384))
-    assert {(c, n) for a, p, c, n in slower if (a, p) == ("bwd", "ladder fa1")} == fa1
-    fa2 = {("d64 full", 1024), ("d64 full", 2048), ("d64 causal", 1024), ("d64 causal", 2048)}
-    assert {(c, n) for _, provider, c, n in slower if provider == "ladder fa2"} == fa2
-    assert {provider for _, provider, _, _ in slower} == {"ladder fa1", "ladder fa2"}
-    bwd = numbers("h100/ladder.jsonl", "tflops", "bwd")
-    assert all(
-        bwd["d128 full", "ladder fa2", str(n)] < bwd["d128 full", "naive", str(n)] for n in lengths
-    )
