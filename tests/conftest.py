@@ -175,6 +175,15 @@ def device():
 
 
 @pytest.fixture
+def fresh_dynamo():
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def poisoned_memory(monkeypatch):
     """Fresh tensors are NaN, so a value that a backend forgets to write shows. Calls are not
     deterministic by that."""

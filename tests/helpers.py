@@ -239,6 +239,10 @@ def case_named(name: str):
     return next(case for case in FORWARD_CASES if case.name == name)
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     of = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [x.contiguous().view(of[x.element_size()]) for x in (found, wanted)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import H100, forget_cached_calls
+from helpers import H100, forget_cached_calls, ints
 from torch.nn import Parameter
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache, get_scheduler_metadata
@@ -207,10 +207,6 @@ def new_tokens(batch=3, tokens=1, heads=2, dtype=torch.bfloat16, tables=None, in
         cos, sin = torch.zeros(2, 300, 16, dtype=tables)
         given |= {"rotary_cos": cos, "rotary_sin": sin}
     return given
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def varlen(given):

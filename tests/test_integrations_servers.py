@@ -15,16 +15,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from helpers import ints
 
 from flashattn3 import UnsupportedError, flash_attn_func, get_scheduler_metadata
 from flashattn3.integrations import flash_attn_3, sglang, vllm
 
 PAGE, HEADS, HEADS_KV, DIM = 16, 4, 2, 32
 LENGTHS, QUERIES = (20, 33), (1, 5)
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from helpers import H100, cached_calls_of_an_h100, library_double, needs_hopper
+from helpers import H100, cached_calls_of_an_h100, ints, library_double, needs_hopper
 
 from flashattn3 import append_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper import cached
@@ -35,10 +35,6 @@ NAMED = AppendOptions(backend="hopper")
 
 def zeros(*shape, dtype=torch.bfloat16):
     return torch.zeros(shape, dtype=dtype)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def caches(dtype):

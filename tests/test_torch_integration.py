@@ -87,13 +87,6 @@ def assert_compiles_once(function, calls, dynamic_compiler):
     assert len(graphs) == 1, f"{len(graphs)} graphs"
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_compiled_dense_calls(compiler, device, fresh_dynamo):
     calls = [(leaves(*rows, device),) for rows in ((73, 87), (96, 120), (77, 131))]

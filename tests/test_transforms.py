@@ -252,13 +252,6 @@ def test_a_gradient_runs_on_the_backend_of_its_forward():
     assert q.grad.any()
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
