@@ -5,24 +5,20 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from helpers import H100, WITHOUT_HOPPER, library_double, run_python
+from helpers import H100, WITHOUT_HOPPER, ints, library_double, run_python
 
 from flashattn3 import (
     available_backends,
     explain,
     flash_attn_fp8_func,
     flash_attn_func,
-    flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_fp8_func,
     flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
     quantize_block_fp8,
 )
 from flashattn3.backends.device import describe_device
@@ -39,10 +35,6 @@ from flashattn3.run.planner import choose
 
 def normal(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 ROWS, EDGES = normal(20, 2, 16), ints(0, 5, 12, 20)
@@ -115,21 +107,6 @@ def test_tensors_that_do_not_fit_together_reach_no_backend(wrong, sentence, monk
         monkeypatch.setattr(type(backend), "prepare", lambda *_: pytest.fail("was reached"))
     given = {name: x[None] for name, x in (dict.fromkeys("qkv", HALF[:8]) | wrong).items()}
     assert sentence_of(flash_attn_func, **given) == f"flash_attn_func: {sentence}"
-
-
-WRONG_VALUES = [
-    ({"max_seqlen_q": 3}, "max_seqlen_q must be >= 8, the longest sequence, got 3"),
-    ({"max_seqlen_k": 0}, "max_seqlen_k must be >= 8, the longest sequence, got 0"),
-    ({"cu_seqlens_q": ints(5, 7, 8, 20)}, "cu_seqlens_q[0] must be 0, got 5"),
-    ({"cu_seqlens_k": ints(0, 9, 5, 20)}, "cu_seqlens_k must be non-decreasing, got [0, 9, 5, 20]"),
-    ({"cu_seqlens_k": ints(0, 5, 12, 21)}, "cu_seqlens_k[-1] must be <= 20 rows, got 21"),
-    ({"seqused_k": ints(5, 8, 8)}, "seqused_k[1] must be between 0 and 7, the sequence's length"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "sentence"), WRONG_VALUES, ids=str)
-def test_lengths_are_always_checked_on_a_cpu(wrong, sentence):
-    assert sentence_of(varlen, **wrong).startswith(f"flash_attn_varlen_func: {sentence}")
 
 
 def test_words_that_turn_checking_on():
@@ -276,21 +253,6 @@ def test_fast_accumulation_changes_no_bit_of_a_backend_that_adds_in_float32(eigh
     ):
         found = call(rows, function, use_fast_accum=True, **given)
         assert torch.equal(found, call(rows, function, **given))
-
-
-def test_packed_forms_take_fast_accumulation():
-    x, edges = normal(20, 3, 2, 16).to(FP8), {"cu_seqlens_q": EDGES, "cu_seqlens_k": EDGES}
-    edges |= {"max_seqlen_q": 8, "max_seqlen_k": 8}
-    for function, arguments in (
-        (flash_attn_qkvpacked_func, (x[None],)),
-        (flash_attn_kvpacked_func, (x[None, :, 0], x[None, :, 1:])),
-        (flash_attn_varlen_qkvpacked_func, (x, EDGES, 8)),
-        (partial(flash_attn_varlen_kvpacked_func, **edges), (x[:, 0], x[:, 1:])),
-    ):
-        found = function(*arguments, use_fast_accum=True)
-        assert torch.equal(found, function(*arguments))
-        with pytest.raises(TypeError, match="use_fast_accum must be a bool, got 2"):
-            function(*arguments, use_fast_accum=2)
 
 
 def test_the_interpreter_declines_bfloat16():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import GPU, H100, WITHOUT_HOPPER, cached_calls_of_an_h100, library_double
+from helpers import GPU, H100, ROOT, WITHOUT_HOPPER, cached_calls_of_an_h100, library_double
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn3
@@ -81,11 +81,12 @@ def on_hopper(monkeypatch):
         cache.cache_clear()
 
 
-def files_of(call, q) -> set[str]:
-    """The package's files with a function to which a prepared call passes q, or a tuple with it."""
+def files_of(call, q) -> list[str]:
+    """The package's files with a function to which a prepared call passes q, or a tuple with it, in
+    the order in which q comes to them."""
     for _ in range(3):
         call()
-    found = set()
+    found = {}
 
     def profile(frame, event, argument):
         path = frame.f_code.co_filename
@@ -93,14 +94,14 @@ def files_of(call, q) -> set[str]:
             values = [*frame.f_locals.values()]
             values += [x for value in values if isinstance(value, tuple) for x in value]
             if any(value is q for value in values):
-                found.add(path.removeprefix(PACKAGE + "/"))
+                found[path.removeprefix(PACKAGE + "/")] = None
 
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return found
+    return [*found]
 
 
 def all_files_of(call) -> set[str]:
@@ -114,21 +115,31 @@ def all_files_of(call) -> set[str]:
     return found
 
 
-COMMON = {"api.py", "call/operands.py", "run/doors.py", "run/operators.py"}
+def path_in_python() -> tuple[str, ...]:
+    """The files that CONTRIBUTING.md lists, up to the Hopper operator."""
+    if not (ROOT / "build_support").is_dir():
+        pytest.skip("needs a checkout")
+    sys.path.insert(0, str(ROOT))
+    from build_support.reading import PATH_IN_PYTHON
+
+    return PATH_IN_PYTHON
 
 
 def test_files_that_q_crosses_to_the_hopper_operator(on_hopper):
     found = files_of(lambda: flash_attn_func(*on_hopper, causal=True), on_hopper[0])
-    assert found == COMMON | {"backends/hopper/launch.py"}
+    assert found == [*path_in_python()]
 
 
 @pytest.mark.skipif(GPU, reason="prepared for the interpreter")
-def test_files_that_q_crosses_to_the_triton_kernel():
+@pytest.mark.parametrize(
+    ("backend", "files"),
+    [("triton", ("launch.py", "kernels/launch.py")), ("reference", ("backend.py",))],
+)
+def test_files_that_q_crosses_to_other_backends(backend, files):
+    """Triton's kernel follows in kernels/forward.py, the seventh file."""
     q = torch.randn(1, 16, 1, 16).half()
-    found = files_of(lambda: flash_attn_func(q, q, q, backend="triton"), q)
-    kernels = "backends/triton/kernels/"
-    assert found == COMMON | {"backends/triton/launch.py", kernels + "launch.py"}
-    assert len(found | {kernels + "forward.py"}) <= 7
+    found = files_of(lambda: flash_attn_func(q, q, q, backend=backend), q)
+    assert found == [*path_in_python()[:-1], *(f"backends/{backend}/{file}" for file in files)]
 
 
 def with_gradients(*tensors):

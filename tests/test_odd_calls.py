@@ -13,6 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -253,7 +254,13 @@ def calls() -> dict[str, Call]:
     leaves = {name: x.requires_grad_() for name, x in qkv(2, 7).items()}
     eight_bit = qkv(2, 7, dtype=FP8)
     descales = {f"{side}_descale": random(2, 2).abs() + 0.5 for side in "qkv"}
-    scaled = {side: quantize_block_fp8(x, kind=side) for side, x in qkv(2, 7).items()}
+    int8 = {side: x.to(FP8 if side == "v" else INT8) for side, x in qkv(2, 7).items()}
+    scaled = {side: quantize_block_fp8(x, kind=side) for side, x in qkv(2, 130).items()}
+    lengths = {"cu_seqlens": EDGES, "max_seqlen": 7}
+    rows_of_8_bits = {
+        side: quantize_block_fp8(random(12, heads, 16), kind=side, **lengths)
+        for side, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
     packed, packed_kv = {"qkv": random(2, 7, 3, 2, 16)}, {"kv": random(2, 9, 2, 2, 16)}
     packed_heads = {"qkv": random(2, 7, 4, 16), "num_heads_q": 2}
     rows = {"qkv": random(12, 3, 2, 16), "cu_seqlens": EDGES, "max_seqlen": 7}
@@ -265,7 +272,9 @@ def calls() -> dict[str, Call]:
     table = {
         "dense": (flashattn3.flash_attn_func, leaves),
         "e4m3": (flashattn3.flash_attn_func, eight_bit | descales),
+        "int8": (flashattn3.flash_attn_func, int8 | descales),
         "scaled": (flashattn3.flash_attn_func, scaled),
+        "scaled varlen": (flashattn3.flash_attn_varlen_func, rows_of_8_bits | varlen),
         "varlen": (flashattn3.flash_attn_varlen_func, qkv(12) | varlen | {"seqused_k": SEQUSED}),
         "packed": (flashattn3.flash_attn_qkvpacked_func, packed),
         "kv packed": (flashattn3.flash_attn_kvpacked_func, {"q": random(2, 7, 4, 16)} | packed_kv),
@@ -301,16 +310,19 @@ def parameters(call: Call) -> list[str]:
 
 def odd_tensors(name: str, given: object) -> Iterator[Value]:
     """What may come in the place of a tensor argument, or of one that is not given."""
+    if isinstance(given, BlockScaled):
+        yield from odd_scaled(given)
     if not isinstance(given, Tensor):
         odd = ("none", "text", "list", "np.array", "tensor(1)", "tensor(True)", "meta 1-d")
         yield from (x for x in SCALARS if x.name.startswith(odd) or x.name in ("'a'", "1", "{}"))
-        yield Value("tensor 3-d", torch.ones(2, 2, 1))
+        yield Value("tensor 3-d", torch.full((2, 2, 1), 2.0))
         yield Value("tensor 4-d", torch.ones(2, 7, 2, 16))
         yield Value("int32 1-d", torch.tensor([1, 2], dtype=torch.int32))
         if name in SCORES:
             for axes in ((2,), (4,), (2, 2), (2, 4), (1, 4, 7, 7), (2, 1, 7, 9), (1, 1, 7, 1)):
                 yield Value(f"{axes}", torch.full(axes, 0.5))
                 yield Value(f"{axes} leaf", torch.full(axes, 0.5, requires_grad=True))
+                yield Value(f"{axes} half", torch.full(axes, 0.5).half())
         return
     given = given.detach()
     yield from (Value(x.name, x.value) for x in SCALARS if not isinstance(x.value, torch.dtype))
@@ -347,9 +359,34 @@ def odd_tensors(name: str, given: object) -> Iterator[Value]:
         yield Value("jagged", torch.nested.nested_tensor(list(given.unbind()), layout=torch.jagged))
     if given.dtype == torch.float32:
         yield Value("mkldnn", given.to_mkldnn())
+    if name in DESCALES:
+        yield Value("query heads", given.repeat_interleave(2, 1))
+        for blocks in (0, 3):
+            yield Value(f"{blocks} blocks", given[..., None] * torch.arange(1.0, 1 + blocks))
+    if given.dtype in (FP8, INT8):
+        yield Value("BlockScaled", quantize_block_fp8(given.float()))
     if name in INDICES:
         for content in ([0, 12], [0, 5, 13], [1, 5, 12], [0, 9, 5], [0, 0, 0], [-1, 5, 12], [9, 9]):
             yield Value(f"{content}", torch.tensor(content, dtype=torch.int32))
+
+
+def odd_scaled(given: BlockScaled) -> Iterator[Value]:
+    """A quantized tensor of which one field is another's."""
+    heads, columns = given.shape[-2:]
+    mean, edges = torch.ones(given.descale.shape[0], heads, columns), EDGES.clone()
+    fields = {
+        "data": (given.data[1:], given.data[..., :8], given.data.float(), given.data.to(INT8)),
+        "descale": (given.descale[:1], given.descale.half(), given.descale.repeat(1, 1, 3)),
+        "block": (64, 100, 256),
+        "hadamard": (True,),
+        "layout": ("permuted",),
+        "cu_seqlens": (None, edges, edges[:2], edges + 1, edges.to("meta")),
+        "mean": (mean, mean[:, :1], mean[:1], mean.half(), mean.to("meta")),
+    }
+    for field, values in fields.items():
+        for i, value in enumerate(values):
+            shape = value.shape if field == "data" else given.shape
+            yield Value(f"{field} {i}", replace(given, **{field: value, "shape": shape}))
 
 
 def odd_values(call: Call, name: str) -> list[Value]:
@@ -360,7 +397,14 @@ def odd_values(call: Call, name: str) -> list[Value]:
     raise KeyError(f"{call.name}: nobody says what is legal of {name}")
 
 
-CASES = [(call.name, name) for call in CALLS.values() for name in parameters(call)]
+# Calls whose other arguments are those of a call above.
+TENSORS_ALONE = "int8", "scaled varlen"
+CASES = [
+    (call.name, name)
+    for call in CALLS.values()
+    for name in parameters(call)
+    if call.name not in TENSORS_ALONE or name in TENSORS | INDICES | DESCALES | {"out_dtype"}
+]
 
 
 # The judge.
@@ -427,6 +471,11 @@ def wrong_result(call: Call, given: dict[str, Any], result: object) -> str | Non
     if out.is_meta:
         first = next(iter(given.values()))
         return None if out.shape[0] == first.shape[0] else f"meta out of shape {out.shape}"
+    if given.get("out_dtype") not in (None, out.dtype):
+        return f"out of {out.dtype}"
+    for name in SCORES & given.keys():
+        if getattr(given[name], "requires_grad", False):
+            torch.autograd.grad(out.sum(), given[name], retain_graph=True)
     wanted = reference(call, given)
     if out.shape != wanted.shape:
         return f"out of shape {tuple(out.shape)}, should be {tuple(wanted.shape)}"
@@ -445,12 +494,14 @@ def wrong_error(call: Call, name: str, value: object, error: Exception) -> str |
     if not text.startswith(f"{call.function.__name__}: "):
         missing.append("function")
     names = f"{name}|{PARTNERS[name]}" if name in PARTNERS else name
+    if isinstance(value, BlockScaled) or isinstance(call.arguments.get(name), BlockScaled):
+        names = r"[qkv](_descale|_block)?|cu_seqlens_[qk]"
     if not re.search(rf"\b({names})\b", text.partition(":")[2]):
         missing.append("argument")
     if not re.search(r"\b(must|expected)\b", text):
         missing.append("must")
     # A tensor's property may be what the others are held to: "must be 3 (q's batch), got 2".
-    everywhere = value is None or isinstance(value, Tensor)
+    everywhere = value is None or isinstance(value, (Tensor, BlockScaled))
     found = text.partition(": " if everywhere else "got ")[2]
     if not any(form in found for form in forms(value)):
         missing.append("value")
@@ -460,7 +511,7 @@ def wrong_error(call: Call, name: str, value: object, error: Exception) -> str |
 def forms(value: object) -> list[str]:
     """How a sentence may show a value: itself, its kind, or a property of a tensor."""
     if isinstance(value, BlockScaled):
-        value = value.data
+        return [form for field in vars(value).values() for form in forms(field)]
     if value is None:
         return ["None", "without"]
     found = [type(value).__name__]
