@@ -225,22 +225,6 @@ def test_a_compiled_training_step(backend):
     torch._dynamo.reset()
 
 
-def test_a_compiled_model_captures_cuda_graphs():
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda q, k, v: flash_attn_func(q, k, v, causal=True),
-        mode="reduce-overhead",
-        fullgraph=True,
-    )
-    q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    with torch.no_grad():
-        wanted = flash_attn_func(q, k, v, causal=True)
-        for _ in range(3):
-            torch.compiler.cudagraph_mark_step_begin()
-            assert torch.equal(compiled(q, k, v), wanted)
-    torch._dynamo.reset()
-
-
 @every_backend
 def test_the_first_fp8_call_may_be_inside_a_cuda_graph(backend):
     """It makes the signs of the rotation, which must not stay in the memory of the graph."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ from helpers import (
     on_hopper_gpu,
 )
 
-from flashattn3 import UnsupportedError, explain, flash_attn_func, masks
+from flashattn3 import UnsupportedError, flash_attn_func, masks
 from flashattn3.backends.hopper import library as hopper_library
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kernel_configs import (
@@ -675,59 +674,6 @@ def test_a_library_that_does_not_load_says_why(fresh_library, tmp_path):
     library.write_text("no ELF file")
     error = hopper_library.find_library.__wrapped__().error
     assert error.startswith(f"the Hopper kernels do not load ({library}: ")
-
-
-ODD_LAYOUTS = {
-    "odd pitch": lambda randn: randn(2, 130, 4, 68)[..., :64],
-    "misaligned": lambda randn: randn(2 * 130 * 4 * 64 + 1)[1:].view(2, 130, 4, 64),
-    "expanded": lambda randn: randn(2, 130, 1, 64).expand(-1, -1, 4, -1),
-    "narrow and odd": lambda randn: randn(2, 130, 4, 33),
-}
-
-
-@on_hopper_gpu
-@pytest.mark.parametrize("name", ODD_LAYOUTS)
-def test_layouts_that_are_copied_give_what_the_reference_gives(name):
-    make = partial(torch.randn, device="cuda", dtype=torch.float16)
-    x, given = ODD_LAYOUTS[name](make), ODD_LAYOUTS[name](make)
-    assert explain(x, x, x, backend="hopper").config["copied first"] == "q, k, v"
-
-    def passes(dtype, backend):
-        leaves = [x.detach().to(dtype).requires_grad_() for _ in range(3)]
-        out, lse = flash_attn_func(*leaves, causal=True, return_lse=True, backend=backend)
-        return out, lse, *torch.autograd.grad(out, leaves, given.to(dtype))
-
-    results = zip(passes(torch.float16, "hopper"), passes(torch.float32, "reference"), strict=True)
-    for (found, wanted), bound in zip(results, (2e-3, 1e-4, 5e-3, 5e-3, 5e-3), strict=True):
-        assert found.is_contiguous()
-        torch.testing.assert_close(found.float(), wanted, rtol=bound, atol=bound)
-
-
-@on_hopper_gpu
-@pytest.mark.parametrize(
-    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
-)
-def test_a_gradient_that_has_a_row_does_not_touch_triton(kernel_config, monkeypatch):
-    def never(*arguments):
-        raise AssertionError("Triton was asked for the gradient")
-
-    monkeypatch.setattr(TritonBackend, "prepare", never)
-    dtype = DTYPES[kernel_config.dtype]
-    d, dv = kernel_config.head_dim, kernel_config.head_dim_v
-    tensors = [
-        torch.randn(2, 300, 4, columns, device="cuda", dtype=dtype).requires_grad_()
-        for columns in (d, d, dv)
-    ]
-    of_term = {
-        SLOPES: {"alibi_slopes": torch.full((4,), 0.1, device="cuda")},
-        BIAS: {"bias": torch.randn(1, 4, 300, 300, device="cuda", dtype=dtype)},
-    }
-    options = {"backend": "hopper", **of_term.get(kernel_config.term, {})}
-    if kernel_config.listed:
-        options["mask"] = masks.window(300, 100, 0, device="cuda")
-    assert explain(*tensors, **options).config["gradient"] == kernel_config.name
-    out = flash_attn_func(*tensors, **options)
-    assert all(x.any() for x in torch.autograd.grad(out.float().square().sum(), tensors))
 
 
 class UnevenWork:

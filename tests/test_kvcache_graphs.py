@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cached_kernels import CAUSAL, FEW, PAGED, RAGGED, kernel_of
-from helpers import CACHE_BACKENDS, forget_cached_calls, needs_hopper
+from helpers import CACHE_BACKENDS, needs_hopper
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 from flashattn3 import flash_attn_with_kvcache
@@ -16,12 +16,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 GPU_BACKENDS = CACHE_BACKENDS[1:]
 each_backend = pytest.mark.parametrize("backend", GPU_BACKENDS)
 every_case = pytest.mark.parametrize("case", [FEW, PAGED, RAGGED], ids=lambda case: case.name)
-
-
-@pytest.fixture(autouse=True)
-def plans_of_this_test():
-    yield
-    forget_cached_calls()
 
 
 @each_backend

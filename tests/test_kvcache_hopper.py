@@ -582,14 +582,8 @@ def test_explain_shows_the_launch(on_hopper):
     )
     shown = explain_with_kvcache(q, k, v, device="cpu", sm_margin=8)
     assert shown.backend == "hopper" and not shown.unused_hints
-    assert shown.config["tile"] == "64 packed rows x 64 keys"
     assert shown.config["parts"] == "equal shares on 124 SMs"
     assert (shown.grid, shown.config["workspace_bytes"]) == ((11, 1, 1), 16)
-    assert shown.config["num_stages"] == 4
-    wide = [torch.empty(2, n, 2, 128, device="meta").half() for n in (1, 32, 32)]
-    found = [explain_with_kvcache(*wide, device="cpu", sm_margin=sms).config for sms in (0, 8)]
-    assert found[0]["num_stages"] == "1 where two CTAs share an SM, else 2"
-    assert found[1]["num_stages"] == 2
     assert "append" not in shown.config
     new = explain_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=3, device="cpu")
     assert new.config["append"] == "hopper: append kernel"

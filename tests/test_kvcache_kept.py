@@ -11,6 +11,7 @@ import torch
 from helpers import (
     cached_calls_of_an_h100,
     forget_cached_calls,
+    ints,
     library_double,
     needs_hopper,
 )
@@ -25,10 +26,6 @@ from flashattn3.backends.triton.backend import BACKEND as TRITON
 from flashattn3.call.cached import DECODE, DecodeTensors, new_out
 from flashattn3.run import cached_calls, cached_plans, launches
 from flashattn3.run.launches import LaunchCache, cached_launch_cache
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 class Double:

@@ -21,7 +21,6 @@ from helpers import (
     HOPPER_IS_MISSING,
     SIXTEEN_BIT,
     Prepared,
-    forget_cached_calls,
     library_double,
 )
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
@@ -39,8 +38,6 @@ from flashattn3.backends.hopper.kernel_configs import (
 )
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
-from flashattn3.call.cached import DecodeTensors, Lengths
-from flashattn3.run.planner import choose
 
 pytest.importorskip("triton")
 HOPPER = HopperBackend(library=library_double, only_measured=False)
@@ -164,28 +161,6 @@ def test_an_expanded_cache_runs_on_a_decode_kernel_and_an_expanded_q_is_copied()
     few = plan_of(q=q[:, :1]).launch.describe()
     assert (few["kernel"], few["copied first"]) == (FEW, "nothing")
     assert not problem_of(tensors_of(batch=1)).expanded, "an axis of one row"
-
-
-def test_what_a_call_passes_to_the_operator():
-    """The same as of a decode kernel; an expanded q as a copy."""
-    received = []
-    library = library_double(decode_into=lambda *given: received.append(given))
-    hopper = HopperBackend(library=lambda: library, only_measured=False)
-    like = tensors_of(seqlen_q=300, page_size=16)
-    out = torch.empty_like(like.q)
-    for q in (like.q, like.q[:1].expand(4, -1, -1, -1)):
-        tensors = like._replace(q=q)
-        plan = choose(problem_of(tensors), H100, (hopper, TRITON, REFERENCE))
-        assert plan.launch.decode(out, None, tensors, Lengths(7, 2, None), 5) is out
-        out_given, handle, *given = received.pop()
-        assert CACHED_CONFIGS[handle.config].kind == "forward"
-        lse, *numbers = given[:5]
-        assert out_given is out and lse is None and numbers == [7, 2, -1, 5]
-        q_given, *others = given[5:]
-        assert q_given is q or (q_given.is_contiguous() and q_given.shape == q.shape)
-        assert all(a is b for a, b in zip(others, tensors[1:], strict=False))
-        assert len(others) == DecodeTensors._fields.index("page_table")
-    assert q_given is not q
 
 
 def test_a_forward_kernel_that_is_not_there_or_was_never_run_serves_no_call(monkeypatch):
@@ -399,9 +374,3 @@ def test_triton_and_hopper_agree_on_a_long_prompt():
     wanted = call_cached(inputs, backend="triton")
     torch.testing.assert_close(found[0], wanted[0], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-3)
-
-
-@pytest.fixture(autouse=True)
-def plans_of_this_test():
-    yield
-    forget_cached_calls()

@@ -151,13 +151,6 @@ def test_fake_tensors_need_no_gpu(kind):
         assert (out.shape, lse.shape, out.dtype) == ((2, 5, 4, 32), (2, 5, 4), torch.bfloat16)
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.8 compiles a second graph")
 def test_a_compiled_step_has_one_graph_for_all_steps(device, fresh_dynamo):
     """Append with rotary and attention, without a break; the caches are written in place."""
@@ -208,15 +201,6 @@ def test_a_compiled_call_takes_further_lengths(given, device, fresh_dynamo):
         of_call = q, torch.randn(pages, 4, 2, 16, device=device), seqlens, table
         wanted = step(*of_call, torch.empty_like(q))
         torch.testing.assert_close(compiled(*of_call, torch.empty_like(q)), wanted)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode, device):
-    case = CacheCase("mode", (9, 17))
-    wanted = call_cached(make_cache_inputs(case, device, torch.float16))
-    with mode():
-        found = call_cached(make_cache_inputs(case, device, torch.float16))
-    assert all(map(torch.equal, found, wanted))
 
 
 X = torch.randint(-8, 9, (2, 4, 2, 16)) / 4  # the same in all dtypes

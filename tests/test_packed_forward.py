@@ -135,19 +135,10 @@ def test_the_faster_kernel_is_chosen_on_hopper():
         assert found.packs == (packed_us < forward_us), (queries, keys, heads, d, found)
 
 
-def test_explain_shows_the_splits_and_why():
-    described = plan(A100, 16, 1, 8192).launch.describe()
-    assert described["tile"] == "16 packed rows x 64 keys"
-    assert described["packed"] == "up to 64 packed query rows"
-    assert described["num_splits"] == "about 2 of each work tile: 344 CTAs for 128"
-    assert plan(A100, 16, 1, 8192, num_splits=3).launch.describe()["num_splits"] == 3
-    chunk = on_hopper(1, 64, 16384).launch.describe()
-    assert chunk["kernel"] == "decode: about 77 us in equal shares, 143 us in 32 CTAs"
-    assert chunk["num_splits"].startswith("about ")
-    short = on_hopper(1, 4, 512).launch.describe()["num_splits"]
-    assert short == "1: about 12 us in equal shares, 12 us in 32 CTAs"
-    whole = plan(A100, 1, 4096, 4096).launch.describe()
-    assert whole["num_splits"] == "1: 1024 work tiles of 128 rows for 108 SMs"
+def test_explain_shows_the_splits_and_the_hints_without_effect():
+    for splits, wanted in ((0, "about 2 of each work tile: 344 CTAs for 128"), (3, 3)):
+        launch = plan(A100, 16, 1, 8192, num_splits=splits).launch
+        assert launch.describe()["num_splits"] == wanted
     used = plan(A100, 16, 1, 8192, pack_gqa=True, sm_margin=8)
     assert not used.unused_hints and used.launch.config.packed.num_ctas == 2 * 100
     unused = plan(A100, 1, 4096, 4096, sm_margin=8, pack_gqa=False).unused_hints

@@ -51,12 +51,6 @@ def test_windows_become_plain_bounds(options, sq, sk, window):
     assert found.masked == (window != (-1, -1))
 
 
-def test_scale_defaults_to_the_root_of_head_dim_and_zero_is_kept():
-    assert problem(d=64).score_scale.softmax_scale == 0.125
-    assert problem(softmax_scale=0.0).score_scale.softmax_scale == 0.0
-    assert problem(softmax_scale=-2).score_scale.softmax_scale == -2.0
-
-
 @pytest.mark.parametrize(
     ("softcap", "scale", "found"),
     [
@@ -75,15 +69,6 @@ def test_softcaps_that_float32_does_not_hold_are_brought_into_its_range(softcap,
     assert problem(softcap=softcap, softmax_scale=scale).score_scale.softcap == found
 
 
-def test_shapes_and_strides():
-    found = problem(sq=3, sk=5, heads_q=6, heads_kv=2, d=24, dv=40)
-    assert (found.batch, found.seqlen_q, found.seqlen_k) == (2, 3, 5)
-    assert (found.head_dim, found.head_dim_v, found.qhead_per_kvhead) == (24, 40, 3)
-    assert found.q.stride == (3 * 6 * 24, 6 * 24, 24)
-    assert found.v.stride == (5 * 2 * 40, 2 * 40, 40)
-    assert not found.varlen
-
-
 def test_varlen_lengths_are_bounded_by_the_rows():
     assert (varlen_problem().seqlen_q, varlen_problem().batch) == (10, 2)
     assert varlen_problem(max_seqlen_q=6).seqlen_q == 6
@@ -95,11 +80,3 @@ def test_a_problem_is_a_value():
     first, second = problem(causal=True), problem(window_right=0)
     assert first == second and hash(first) == hash(second)
     assert problem(softcap=1.0) != first
-
-
-def test_metadata_of_a_tensor_holds_no_data():
-    tensor = torch.empty(2, 3, dtype=torch.float16)
-    again = torch.empty(2, 3, dtype=torch.float16)
-    assert metadata_of(tensor) == metadata_of(again)
-    assert hash(metadata_of(tensor)) == hash(metadata_of(again))
-    assert metadata_of(None) is None
