@@ -1,85 +1,19 @@
-"""Attention through caches of 8 bits."""
+"""Caches of 8 bits; tests/test_kvcache_float64.py holds their attention to float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import SIXTEEN_BIT, TRITON_DTYPES, is_twin, needs_hopper
+from helpers import SIXTEEN_BIT, TRITON_DTYPES
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 import flashattn3
-from flashattn3.call.cache_descales import OF_KEYS
 from flashattn3.integrations import flash_attn_3
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 BACKENDS = ("reference", "triton")
 LENGTHS = (0, 1, 17, 40)
 CAUSAL = {"causal": True}
-# Each kind of descales, layout and page size, and every option of a call.
-CASES = [
-    CacheCase("no-descales", LENGTHS, stored=FP8),
-    CacheCase("no-descales-paged", LENGTHS, page_size=16, layout="hnd", stored=FP8),
-    *(
-        CacheCase(f"{of}-{kind}-{page}-{layout}", LENGTHS, page_size=page, layout=layout,
-                  stored=dtype, descales=kind, others=others)
-        for (of, dtype), (kind, page, layout, others) in zip(
-            2 * (("e4m3", FP8), ("int8", INT8)),
-            (("heads", 0, "nhd", 2), ("pages", 16, "hnd", 0), ("tokens", 16, "one", 3),
-             ("tokens", 0, "hnd", 2)),
-            strict=True,
-        )
-    ),
-    CacheCase("e4m3-pages-dense", LENGTHS, stored=FP8, descales="pages", others=2),
-    CacheCase("int8-heads-one-tensor", LENGTHS, stored=INT8, descales="heads", layout="one"),
-    *(
-        CacheCase(f"int8-tokens-page-{page}", LENGTHS, page_size=page, stored=INT8,
-                  descales="tokens")
-        for page in (1, 3, 64)
-    ),
-    CacheCase("e4m3-pages-of-8", (40, 33), 5, page_size=8, stored=FP8, descales="pages",
-              num_heads_q=7, num_heads_kv=1, options=CAUSAL),
-    CacheCase("e4m3-dim-40-24", LENGTHS, stored=FP8, descales="tokens", head_dim=40, head_dim_v=24,
-              page_size=16),
-    CacheCase("int8-prefill", (90, 64), 64, page_size=16, stored=INT8, descales="tokens",
-              options=CAUSAL),
-    CacheCase("16-bits-tokens", LENGTHS, page_size=16, descales="tokens"),
-    CacheCase("16-bits-pages", LENGTHS, descales="pages", others=1),
-    *(
-        CacheCase(f"{of}-every-option", (40, 17, 130), (3, 1, 5), page_size=16, others=2,
-                  sinks=True, stored=dtype, descales=kind, leftpad=(3, 0, 20), layout="hnd",
-                  options={"causal": True, "window_size": (60, 0), "softcap": 3.0})
-        for of, dtype, kind in (("e4m3", FP8, "tokens"), ("int8", INT8, "pages"))
-    ),
-]  # fmt: skip
-QUICK = ("no-descales-paged", "int8-pages-16-hnd", "e4m3-every-option", "16-bits-tokens")
-BACKEND_DTYPES = [
-    *(("reference", dtype) for dtype in (torch.float16, torch.bfloat16)),
-    *(("triton", dtype) for dtype in TRITON_DTYPES if "triton" in BACKENDS),
-    *(pytest.param("hopper", dtype, marks=needs_hopper) for dtype in SIXTEEN_BIT),
-]
-interpreted = pytest.mark.interpreted(
-    quick=lambda case, backend, **_: case.name in QUICK or backend == "reference",
-    sweep=lambda case, **of: case.name not in QUICK and is_twin(**of),
-)
-
-
-@interpreted
-@pytest.mark.parametrize(
-    ("backend", "dtype"), BACKEND_DTYPES, ids=lambda x: str(x).removeprefix("torch.")
-)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_against_float64(case, backend, dtype, device, poisoned_memory):
-    inputs = make_cache_inputs(case, device, dtype)
-    given = inputs.arguments["k_cache"].dtype, getattr(inputs.arguments.get("k_descale"), "ndim", 0)
-    assert given == (
-        case.stored or dtype,
-        3 if case.descales in OF_KEYS else 2 * bool(case.descales),
-    )
-    if backend == "hopper" and (case.stored is None or case.head_dim % 16):
-        with pytest.raises(flashattn3.UnsupportedError):
-            call_cached(inputs, backend=backend)
-        return
-    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

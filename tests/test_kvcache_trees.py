@@ -4,60 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import SIXTEEN_BIT, TRITON_DTYPES, needs_hopper
-from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs, words_of
+from helpers import needs_hopper
+from support.kvcache import CacheCase, call_cached, make_cache_inputs, words_of
 
 import flashattn3
 from flashattn3 import flash_attn_func, flash_attn_with_kvcache
 
 CAUSAL = {"causal": True}
-CASES = (
-    CacheCase("one-word", (40, 17, 3), 7, page_size=16, tree=True, options=CAUSAL),
-    CacheCase("two-words", (64, 140), 64, page_size=16, tree=True, options=CAUSAL),
-    CacheCase("ragged", (40, 17, 70), (3, 1, 50), tree=True, sinks=True, options=CAUSAL),
-    CacheCase("more-queries-than-keys", (0, 2, 9), 5, tree=True, options=CAUSAL),
-    CacheCase("window", (300, 90), 50, num_heads_q=8, head_dim=64, head_dim_v=64, tree=True,
-              options={"causal": True, "window_size": (15, 0)}),
-    CacheCase("spans", (300, 40), 33, tree=True, options={"causal": True, "split_tokens": 128}),
-    CacheCase("slopes", (40, 17, 0, 1), slopes="heads"),
-    CacheCase("slopes-both-sides", (140, 65), 7, page_size=16, slopes="batch heads", others=2),
-    CacheCase("slopes-ragged", (40, 17, 700), (2, 0, 5), slopes="heads", sinks=True,
-              leftpad=(9, 0, 3),
-              options={"causal": True, "window_size": (60, 0), "softcap": 3.0, "num_splits": 3}),
-    CacheCase("slopes-spans", (300, 40), 33, slopes="batch heads",
-              options={"causal": True, "split_tokens": 128, "softmax_scale": -0.3}),
-)  # fmt: skip
-# A Hopper kernel has the head dims 64 and 128, and multiplies 64 or 192 packed rows.
-OF_HOPPER = (
-    CacheCase("paged", (640, 64, 65), 64, num_heads_q=8, page_size=16, tree=True, options=CAUSAL),
-    CacheCase("mixed", (40, 317, 70), (3, 1, 64), num_heads_q=16, tree=True, options=CAUSAL),
-    CacheCase("wide", (700, 2), 9, head_dim=128, head_dim_v=96, tree=True, options=CAUSAL),
-)  # fmt: skip
-BACKENDS = [("reference", torch.float16), *(("triton", dtype) for dtype in TRITON_DTYPES)]
-RUNS = [
-    *((case, *of) for case in CASES for of in BACKENDS),
-    *(
-        pytest.param(case, "hopper", dtype, marks=needs_hopper)
-        for case in (*CASES, *OF_HOPPER)
-        for dtype in SIXTEEN_BIT
-        if case.tree and case.name != "spans"
-    ),
-]
-
-
-@pytest.mark.interpreted(
-    quick=lambda case, backend, dtype: (
-        case.name in ("one-word", "slopes-ragged") or backend == "reference"
-    )
-)
-@pytest.mark.parametrize(
-    ("case", "backend", "dtype"),
-    RUNS,
-    ids=lambda x: getattr(x, "name", str(x).removeprefix("torch.")),
-)
-def test_against_float64(case, backend, dtype, device, poisoned_memory):
-    inputs = make_cache_inputs(case, device, dtype)
-    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
