@@ -16,14 +16,14 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.cached import DECODE
 from flashattn3.call.metadata import metadata_of
-from flashattn3.run import cached_plans
+from flashattn3.run import cached_plans, shared_prefix
 from flashattn3.run.launches import cached_launch_cache
 
 
 def use_cached_calls() -> None:
     backend = HopperBackend(library=find_library, only_measured=False)
     cached_plans.BACKENDS, cached_plans.describe_device = (backend,), lambda device: H100
-    cached_plans.is_checked = lambda device: False
+    cached_plans.is_checked = shared_prefix.is_checked = lambda device: False
 
 
 def events_of(host, call, allocations=False) -> list[list]:
@@ -442,6 +442,90 @@ def check_shared_prefixes(host):
         assert tuple(words[at + 4 : at + 6]) == results
         assert results[1] - results[0] == 2 * 48 * 128 * 4 and of_join[2] == 48
         assert call["out"].data_ptr() in of_join and found.result[1].data_ptr() in of_join
+
+
+def with_prefix(given, length=20, width=2):
+    """The call with keys in front of those of all sequences, in pages of 16."""
+    pages = torch.zeros(1, width, dtype=torch.int32)
+    return given | {"prefix_page_table": pages, "prefix_len": length}
+
+
+def check_kept_calls_with_a_prefix(host):
+    """They pass to the driver what they pass without the operator that finds their launch."""
+    use_cached_calls()
+    for seqlen_q, options, length in product((1, 3), OPTIONS, (20, ints(20))):
+        for further in (lambda given: given, *FURTHER):
+            given = with_prefix(further(paged(seqlen_q=seqlen_q)), length)
+            launches = 2 + ("cu_seqlens_q" in given)
+            expect_kept(host, given, launches, **options)
+            expect_kept(host, given | new_tokens(), launches + 1, **options)
+
+
+def check_kept_calls_with_a_prefix_and_others(host):
+    """One property of a call changes at a time. Python plans calls with a prefix that are two
+    launches and a combination, and those whose queries it copies."""
+    use_cached_calls()
+    known, new = with_prefix(paged()), new_tokens()
+
+    def run(given):
+        flash_attn_with_kvcache(**given, causal=True)
+
+    strided = torch.zeros(3, 2, 8, 64).bfloat16()[:, :1]
+    largest = {"q": torch.zeros(128, 1, 8, 64).bfloat16(), "cache_seqlens": None}
+    largest["page_table"] = torch.zeros(128, 4, dtype=torch.int32)
+    for other, checks in (
+        (paged(), 0),
+        (with_prefix(paged(), 0), 0),
+        (with_prefix(paged(), 32), 0),
+        (with_prefix(paged(), ints(20)), 0),
+        (with_prefix(paged(), ints(999), 5), 0),
+        (with_prefix(paged(), width=0, length=0), 0),
+        (with_prefix(paged(width=0)), 0),
+        (known | {"prefix_page_table": torch.zeros(3, 9, dtype=torch.int32)[1:2]}, 0),
+        (with_prefix(paged(width=9, pages=99)), 0),
+        (known | {"sinks": torch.zeros(8)}, 0),
+        (known | largest, 0),
+        (known | {"q": strided}, 1),
+        (known | {"q": known["q"].half(), **halves(known)}, 1),
+        (with_prefix(paged(seqlen_q=2)), 1),
+        (with_prefix(paged(size=32)), 1),
+    ):
+        forget_cached_calls()
+        run(known)
+        found = both(host, other, causal=True)
+        assert found.checks == checks and launches_in(found), (found, checks)
+    more = {name: torch.cat((x, x[:1])) for name, x in largest.items() if x is not None}
+    for other in (
+        known | largest | more,
+        in_8_bits(known, kind="pages"),
+        known | {"k_descale": torch.ones(())},
+    ):
+        run(other | {"prefix_page_table": None, "prefix_len": None})
+        assert passed_by(host, other, causal=True).checks >= 2
+    pages = known["prefix_page_table"]
+    rotary = {name: torch.zeros(300, 16) for name in ("rotary_cos", "rotary_sin")}
+    for changes in (
+        *({"prefix_len": x} for x in (33, -1, None, 1.5, ints(1, 2), ints(20)[None])),
+        *({"prefix_len": x} for x in (ints(20).long(), ints(20).to("meta"), [20])),
+        *({"prefix_page_table": x} for x in (None, pages.long(), pages[0], pages.repeat(2, 1))),
+        *({"prefix_page_table": x} for x in (pages.to("meta"), pages.repeat(1, 2)[:, ::2])),
+        {"page_table": None},
+        {"split_tokens": 128},
+        {"window_size": (9, 0)},
+        {"alibi_slopes": torch.zeros(8)},
+        *({f"{x}_descale": torch.ones(3, 2)} for x in "qkv"),
+        new | rotary,
+    ):
+        for given in (known, known | new):
+            other = given | changes
+            without = {name: x for name, x in other.items() if not name.startswith("prefix")}
+            passed_by(host, without, causal=True), run(given)
+            found = both(host, other, causal=True)
+            assert isinstance(found.result, str) and found.events == [], (changes, found)
+
+
+def halves(given):
+    return {name: given[name].half() for name in ("k_cache", "v_cache")}
 
 
 def check_caches_that_are_widened(host):

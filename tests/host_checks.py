@@ -769,6 +769,7 @@ def times_of_calls() -> dict[str, float]:
     lengths = torch.full((2,), 40, dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     pages = [x.detach().view(8, 16, 2, 64) for x in (k, v)]
+    prefix = {"prefix_page_table": table[:1], "prefix_len": 30}
     options = {"causal": True, "cache_seqlens": lengths}
     cached = partial(flash_attn_with_kvcache, plain[0][:, :1], **options)
     new = {"k": plain[1][:, :1].clone(), "v": plain[2][:, :1].clone()}
@@ -815,6 +816,7 @@ def times_of_calls() -> dict[str, float]:
         "rotate_and_quantize and forward of 8 bits": both_of_8_bits,
         "cached call": partial(cached, *plain[1:]),
         "cached call, paged": partial(cached, *pages, page_table=table),
+        "cached call with a prefix": partial(cached, *pages, page_table=table, **prefix),
         "cached call with new keys": partial(cached, *plain[1:], **new),
         "cached call with new keys, rotary": partial(cached, *plain[1:], **new, **rotary),
         "cached call with cu_seqlens_q": of_rows,

@@ -196,13 +196,19 @@ def cached_call(
     batch=3,
     tokens=64,
     stored=None,
+    prefix=None,
 ):
+    """prefix: the pages and the length of keys in front of those of all sequences."""
     q = torch.zeros(batch, seqlen_q, heads[0], dims[0], dtype=dtype)
     lead = (batch * tokens // page_size, page_size) if page_size else (batch, tokens)
     k, v = (torch.zeros(*lead, heads[1], d).to(stored or dtype) for d in dims)
     given = {"q": q, "k_cache": k, "v_cache": v}
     if page_size:
         given["page_table"] = torch.zeros(batch, tokens // page_size, dtype=torch.int32)
+    if prefix is not None:
+        pages, length = prefix
+        given["prefix_page_table"] = torch.zeros(1, pages, dtype=torch.int32)
+        given["prefix_len"] = length
     return given | {"cache_seqlens": torch.full((batch,), 9, dtype=torch.int32)}
 
 
@@ -216,15 +222,20 @@ CACHED_CHANGES = {
     "page_size": {"page_size": 16},
     "byte_cache": {"stored": torch.float8_e4m3fn},
 }
-IN_NO_CACHED_PLAN = {"batch": 5, "tokens": 128}
+IN_NO_CACHED_PLAN = {"batch": (5,), "tokens": (128,)}
+PREFIXES = (3, 40), (9, 40), (3, 0), (3, torch.tensor([40], dtype=torch.int32)), None
 
 
 def check_cached_calls_that_differ_in_one_size(host):
     use_cached_calls()
     assert {*CACHED_CHANGES, "device"} == {*CACHED_PLAN}
-    for paged in ({}, {"page_size": 32}):
+    for paged in ({}, {"page_size": 32}, {"page_size": 32, "prefix": (4, 40)}):
         changes = [(name, change, True) for name, change in CACHED_CHANGES.items()]
-        changes += [(name, {name: size}, False) for name, size in IN_NO_CACHED_PLAN.items()]
+        others = IN_NO_CACHED_PLAN
+        if "prefix" in paged:
+            others = others | {"prefix": PREFIXES}
+            changes = [x for x in changes if x[0] != "byte_cache"]  # two calls and a combination
+        changes += [(name, {name: x}, False) for name, values in others.items() for x in values]
         for name, change, in_plan in changes:
             forget_cached_calls()
             first = passed_by(host, cached_call(**paged))
@@ -234,4 +245,5 @@ def check_cached_calls_that_differ_in_one_size(host):
             assert not isinstance(other.result, str), other.result
             assert (other.checks == 0) == (not in_plan), (name, paged)
             of_metadata = with_metadata(cached_call(**(paged | change)), causal=True)
-            expect_metadata(host, of_metadata, 2, causal=True)
+            launches = 2 + ("prefix_len" in of_metadata)
+            expect_metadata(host, of_metadata, launches, causal=True)

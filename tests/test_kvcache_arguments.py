@@ -174,6 +174,8 @@ VALUE_ERRORS = [
     (prefix(prefix_page_table=None), "prefix_page_table must be given with prefix_len, got None"),
     (prefix(prefix_len=None), "prefix_len must be given with prefix_page_table, got None"),
     (prefix(prefix_page_table=words(2, 3)), "prefix_page_table.shape must be (1, pages), got (2"),
+    (prefix(prefix_page_table=words(1, 6)[:, ::2]), "prefix_page_table.stride(-1) must be 1"),
+    (prefix(prefix_len=ints(20).to("meta")), "prefix_len.device must be cpu as q's"),
     (prefix(prefix_len=25), "prefix_len must be at most 24, the tokens of its pages, got 25"),
     (prefix(prefix_len=-1), "prefix_len must be >= 0, got -1"),
     (prefix(prefix_len=words(3)), "prefix_len must be an int or int32 of shape (1,)"),

@@ -242,6 +242,7 @@ def test_which_calls_with_a_prefix_are_one_launch_on_hopper():
         (named, {"seqlen_q": 49}, False),
         (named, {"d": 256}, False),
         (named, {"k_descale": torch.ones(())}, False),
+        (named | {"window_left": 9}, {}, False),
         (named, {"seqlen_q": 3, **tree}, False),
     ):
         launch = of.plan_of(options, hopper=careful, **page, **given).launch

@@ -59,10 +59,13 @@ struct PlanOf {
   int64_t byte_cache() const { return launch.problem.byte_cache; }
 };
 
-// options_hash: as in DecodeCall. It follows from the key.
+// options_hash: as in DecodeCall. It follows from the key. after_prefix: of such calls with a
+// prefix and up to prefix_rows packed rows of all sequences; none: Python plans these.
 struct KeptDecode {
   CachedLaunch launch;
   int64_t options_hash;
+  std::optional<CachedLaunch> after_prefix;
+  int64_t prefix_rows;
 };
 
 LaunchCache<Key, KeptDecode>& launch_cache() {
@@ -76,8 +79,12 @@ void keep_decode(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor tensor = arguments.take<Tensor>();
   const CachedLaunch& launch = cached_launch("keep_decode", tensor);
   const int64_t device = arguments.take<int64_t>(), seqlen_q = arguments.take<int64_t>();
-  const int64_t options_hash = arguments.take<int64_t>();
-  launch_cache().keep(key_of(options, PlanOf{launch, device, seqlen_q}), {launch, options_hash});
+  KeptDecode kept{.launch = launch, .options_hash = arguments.take<int64_t>()};
+  if (const auto after_prefix = arguments.take<std::optional<Tensor>>()) {
+    kept.after_prefix = cached_launch("keep_decode", *after_prefix);
+  }
+  kept.prefix_rows = arguments.take<int64_t>();
+  launch_cache().keep(key_of(options, PlanOf{launch, device, seqlen_q}), kept);
   return_results(stack, std::tuple<>());
 }
 
@@ -112,6 +119,13 @@ struct RepeatedCall {
     call.scheduler_metadata = arguments.take<std::optional<Tensor>>();
   }
 
+  // The arguments with which both end.
+  void take_prefix(Arguments& arguments) {
+    call.prefix_page_table = arguments.take<std::optional<Tensor>>();
+    call.prefix_seqlen = arguments.take<std::optional<Tensor>>();
+    call.prefix_len = arguments.take<int64_t>();
+  }
+
   bool q_has_its_axes() const { return call.q.dim() == (call.varlen() ? 3 : 4); }
 
   static bool is_cache(const Tensor& x) {
@@ -125,6 +139,20 @@ struct RepeatedCall {
     return descale->dim() == 3 ? has_bytes(cache) : descale->dim() == 2 || is_one_number(*descale);
   }
 
+  // Whether one launch, of calls with up to most_rows packed rows, reads the prefix: it takes no
+  // descales and one stride between tokens, and Python refuses a length beyond the pages.
+  bool is_after_prefix(int64_t most_rows) const {
+    const Tensor &q = call.q, &pages = *call.prefix_page_table;
+    if (pages.dim() != 2 || call.k_descale || call.v_descale) return false;
+    const bool in_pages =
+        call.prefix_len >= 0 && call.prefix_len <= pages.size(1) * call.page_size();
+    const bool one_stride =
+        call.varlen() || q.size(0) <= 1 || q.stride(0) == q.size(1) * q.stride(1);
+    const int64_t tokens = call.varlen() ? q.size(0) : q.size(0) * q.size(1);
+    const int64_t rows = tokens * call.num_heads_q() / call.num_heads_kv();
+    return in_pages && one_stride && rows <= most_rows;
+  }
+
   // Sets what given metadata must hold. None if no launch is kept for such a call.
   std::optional<CachedLaunch> find() {
     const bool readable = q_has_its_axes() && has_aligned_rows(call.q) && is_cache(call.k_cache) &&
@@ -134,7 +162,8 @@ struct RepeatedCall {
     const std::optional<KeptDecode> kept = launch_cache().find(key_of(options, call));
     if (!kept) return std::nullopt;
     if (call.scheduler_metadata) call.options_hash = kept->options_hash;
-    return kept->launch;
+    if (!call.prefix_page_table) return kept->launch;
+    return is_after_prefix(kept->prefix_rows) ? kept->after_prefix : std::nullopt;
   }
 
   std::optional<Tensor> run() {
@@ -156,6 +185,7 @@ void decode_kept_with(StableIValue* stack, uint64_t, uint64_t) {
   repeated.take_more(arguments);
   repeated.call.k_descale = arguments.take<std::optional<Tensor>>();
   repeated.call.v_descale = arguments.take<std::optional<Tensor>>();
+  repeated.take_prefix(arguments);
   return_results(stack, std::tuple(repeated.run()));
 }
 
@@ -206,6 +236,7 @@ void append_kept(StableIValue* stack, uint64_t, uint64_t) {
   RepeatedCall repeated = RepeatedCall::take(arguments);
   repeated.take_more(arguments);
   AppendCall append = take_append(arguments, repeated.call);
+  repeated.take_prefix(arguments);
   return_results(stack, std::tuple(append_and_run(std::move(repeated), std::move(append))));
 }
 
@@ -221,23 +252,28 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashattn3_hopper, library) {
   "Tensor(b!)? out, int max_seqlen_q, Tensor? cache_batch_idx, Tensor? cache_leftpad, " \
   "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? scheduler_metadata"
 #define FA3_DESCALES "Tensor? k_descale, Tensor? v_descale"
+#define FA3_PREFIX "Tensor? prefix_page_table=None, Tensor? prefix_seqlen=None, int prefix_len=0"
 #define FA3_NEW_TOKENS                                                                     \
   "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, " \
   "bool rotary_interleaved, bool one_q_position"
   const std::string read = "(int options, Tensor q, Tensor k_cache, Tensor v_cache, " FA3_CALL;
   const std::string written =
       "(int options, Tensor q, Tensor(c!) k_cache, Tensor(d!) v_cache, " FA3_CALL;
-  // launch: of prepare_decode. device: index of the GPU, -1 of another device.
+  // launch, after_prefix: of prepare_decode. device: index of the GPU, -1 of another device.
   library.def(
-      "keep_decode(int options, Tensor launch, int device, int seqlen_q, int options_hash) -> ()");
+      "keep_decode(int options, Tensor launch, int device, int seqlen_q, int options_hash, "
+      "Tensor? after_prefix=None, int prefix_rows=0) -> ()");
   library.def(("decode_kept" + read + ") -> Tensor?").c_str());
-  library.def(
-      ("decode_kept_with" + read + ", " FA3_MORE ", " FA3_DESCALES ") -> Tensor(b!)?").c_str());
-  library.def(
-      ("append_kept" + written + ", " FA3_MORE ", " FA3_NEW_TOKENS ") -> Tensor(b!)?").c_str());
+  library.def(("decode_kept_with" + read +
+               ", " FA3_MORE ", " FA3_DESCALES ", " FA3_PREFIX ") -> Tensor(b!)?")
+                  .c_str());
+  library.def(("append_kept" + written +
+               ", " FA3_MORE ", " FA3_NEW_TOKENS ", " FA3_PREFIX ") -> Tensor(b!)?")
+                  .c_str());
 #undef FA3_CALL
 #undef FA3_MORE
 #undef FA3_DESCALES
+#undef FA3_PREFIX
 #undef FA3_NEW_TOKENS
 }
 

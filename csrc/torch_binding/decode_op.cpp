@@ -150,6 +150,12 @@ void set_descale(const std::optional<Tensor>& descale, const float*& of_heads,
                         .head = descale->stride(2)}};
 }
 
+// Page numbers of a call with a prefix. Kernels read a table without pages as one, not as none.
+const int32_t* table_of(const Tensor& pages) {
+  static constexpr int32_t kNoPage = -1;
+  return pages.numel() > 0 ? static_cast<const int32_t*>(pages.data_ptr()) : &kNoPage;
+}
+
 // Sizes and pointers of a call that check_call accepted; workspace, counters and pdl are unset.
 ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& call,
                              const Tensor& out) {
@@ -188,7 +194,8 @@ ByteDecodeParams make_params(const CachedProblem& problem, const DecodeCall& cal
 
   if (call.prefix_page_table) {
     const Tensor& pages = *call.prefix_page_table;
-    params.prefix_pages = indices(call.prefix_page_table);
+    if (paged) params.page_table = table_of(*call.page_table);
+    params.prefix_pages = table_of(pages);
     params.prefix_seqlen = indices(call.prefix_seqlen);
     params.prefix_capacity =
         to_int(kName, "the tokens of a prefix", pages.size(1) * problem.page_size);

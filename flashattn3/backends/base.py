@@ -61,9 +61,11 @@ class CachedOperators(NamedTuple):
 
     decode: of (number, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, lse). number: of a
         ``LaunchCache``. seqlen: -1: the capacity. lse: where it is written; None: it is not.
-    decode_with: the same and the fields of ``Further`` in run/launches.py.
-    append: the same, the fields of ``NewTokens`` and whether all queries of a sequence have one
-        position; writes the new tokens, then attends. None: appends run on another backend.
+    decode_with: the same and the fields of ``Further`` in run/launches.py; of a call with keys in
+        front of those of all sequences also what ``after_prefix`` of ``CachedLaunch`` takes.
+    append: the same, between them the fields of ``NewTokens`` and whether all queries of a sequence
+        have one position; writes the new tokens, then attends. None: appends run on another
+        backend.
     """
 
     namespace = None  # there is no gradient

@@ -89,12 +89,15 @@ def with_kvcache(
     if not (cu_seqlens_q is max_seqlen_q is None):
         longest = _longest(function, cu_seqlens_q, max_seqlen_q)
     watched = is_watched(q, k_cache)
+    prefix = None
+    if not (prefix_page_table is prefix_len is None):
+        prefix = prefix_of(function, prefix_page_table, prefix_len)
     new = None
     if not (k is v is rotary_cos is rotary_sin is None):
         new = NewTokens(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved)
     if (
         rotary_seqlens is q_descale is tree_mask is None
-        and alibi_slopes is prefix_page_table is prefix_len is None
+        and alibi_slopes is None
         and not watched
         and not profiler._is_profiler_enabled  # else the call says which kernel it runs
     ):
@@ -107,8 +110,9 @@ def with_kvcache(
                 k_descale, v_descale,
             )  # fmt: skip
         result = attend_kept(
-            options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new
-        )
+            options, q, k_cache, v_cache, cache_seqlens, page_table, seqlen, further, new,
+            () if prefix is None else prefix.arguments,
+        )  # fmt: skip
         if result is not None:
             if new is not None:
                 count_writes(k_cache, v_cache)
@@ -124,7 +128,6 @@ def with_kvcache(
         tree_mask, alibi_slopes,
     )  # fmt: skip
     lengths = Lengths(seqlen, 0, longest)
-    prefix = prefix_of(function, prefix_page_table, prefix_len)
     if prefix is not None:
         check_tensors(function, 3, **tensors._asdict())
         check_decode(tuple(map(metadata_of, tensors)), options, lengths)
@@ -205,7 +208,7 @@ def _attended(
             out = run_checked(checked, given, lse, tensors, lengths, options)
         else:
             out = new_out(tensors, dtype_of_out(q, options)) if given is None else given
-            attend_after_prefix(out, lse, prefix, tensors, lengths, options)
+            attend_after_prefix(out, lse, prefix, checked, tensors, lengths, options)
         if given is not None:
             count_writes(out)
     return (out, lse) if options.return_lse else out

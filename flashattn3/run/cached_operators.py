@@ -175,7 +175,8 @@ def _decode_after_prefix(out, lse, *arguments):
     options = _options_in_force(options)
     check_prefix(prefix, tensors, options, rotates=False)
     _check_results(out, lse, tensors, options)
-    attend_after_prefix(out, lse, prefix, tensors, lengths, options)
+    checked = checked_call(tensors, lengths, options)
+    attend_after_prefix(out, lse, prefix, checked, tensors, lengths, options)
 
 
 @torch.library.impl("flashattn3::append", "CompositeExplicitAutograd")

@@ -179,9 +179,10 @@ def attend_kept(
     seqlen: int | None,
     further: Further | None,
     new: NewTokens | None,
+    prefix: tuple[Tensor, Tensor | None, int] | tuple[()] = (),
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """Run a cached call that nothing watches; None if it must be checked, because no launch is kept
-    for such a call or because the tensors are invalid."""
+    for such a call or because the tensors are invalid. prefix: of ``Prefix.arguments``."""
     cache = cached_launch_cache(options)
     operators, number = cache.operators, cache.number
     if operators is None:
@@ -197,10 +198,10 @@ def attend_kept(
             return None
         if has_autocast() and k_cache.dtype in EIGHT_BIT:  # q follows autocast, not the cache
             return None
-        if further is new is None:
+        if further is new is None and not prefix:
             operator, more = operators.decode, ()
         else:
-            operator, more = _with_more(operators, options, further or _NOTHING, new)
+            operator, more = _with_more(operators, options, further or _NOTHING, new, prefix)
             if operator is None:
                 return None
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if options.return_lse else None
@@ -215,7 +216,11 @@ _DENSE = Tensor, torch.nn.Parameter
 
 
 def _with_more(
-    operators: CachedOperators, options: DecodeOptions, further: Further, new: NewTokens | None
+    operators: CachedOperators,
+    options: DecodeOptions,
+    further: Further,
+    new: NewTokens | None,
+    prefix: tuple,
 ) -> tuple[Callable[..., Tensor | None] | None, tuple]:
     """The operator of a call with more arguments, and these. None if Python has to check the call:
     torch sees the operators of other classes of tensors."""
@@ -235,11 +240,13 @@ def _with_more(
         if new is not None:
             return None, ()
     if new is None:
-        return operators.decode_with, further
+        return operators.decode_with, further + prefix
     k, v, _, cos, sin, _ = new
+    if prefix and cos is not None:  # is refused
+        return None, ()
     if not type(k) is type(v) is Tensor or _need_gradient(k, v, cos, sin):
         return None, ()
-    return operators.append, (*first, *new, one_q_position(options))
+    return operators.append, (*first, *new, one_q_position(options), *prefix)
 
 
 def _need_gradient(*tensors: Tensor | None) -> bool:

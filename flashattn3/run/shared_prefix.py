@@ -24,6 +24,7 @@ from .cached_plans import check_values, checked_call, combine_of, lse_dtype, run
 
 if TYPE_CHECKING:
     from ..backends.base import CachedLaunch
+    from .cached_plans import CheckedCall
 
 
 class Prefix(NamedTuple):
@@ -74,7 +75,13 @@ def check_prefix(
     function, cache = options.function, tensors.k_cache
     wanted = "a tensor with prefix_page_table: k_cache has pages"
     expect(tensors.page_table is not None, function, "page_table", wanted, None)
-    check_device(function, "prefix_page_table", prefix.page_table, tensors.q.device, "q")
+    device, pages = tensors.q.device, prefix.page_table
+    check_device(function, "prefix_page_table", pages, device, "q")
+    if isinstance(prefix.length, Tensor):
+        check_device(function, "prefix_len", prefix.length, device, "q")
+    strides = tuple(pages.stride())
+    expect(pages.shape[1] <= 1 or strides[1] == 1, function, "prefix_page_table.stride(-1)", 1,
+           strides)  # fmt: skip
     if isinstance(cache, Tensor) and cache.ndim == 4 and isinstance(prefix.length, int):
         most = prefix.page_table.shape[1] * cache.shape[1]
         wanted = f"at most {most}, the tokens of its pages"
@@ -128,13 +135,13 @@ def attend_after_prefix(
     out: Tensor,
     lse: Tensor | None,
     prefix: Prefix,
+    checked: CheckedCall,
     tensors: DecodeTensors,
     lengths: Lengths,
     options: DecodeOptions,
 ) -> None:
     """Write out and lse of a call that ``check_prefix`` accepted: in one launch where the backend
-    of the sequences' own keys has one."""
-    checked = checked_call(tensors, lengths, options)
+    of the sequences' own keys has one. checked: of ``checked_call``."""
     of_prefix = prefix_call(prefix, tensors, lengths, options)
     if not is_one_launch(checked.plan.launch, tensors):
         return _attend_to_both(out, lse, of_prefix, (tensors, lengths, options))

@@ -87,8 +87,8 @@ def tree_reason(problem: DecodeProblem) -> str | None:
 def prefix_config_of(problem: DecodeProblem, config: KernelConfig) -> DecodeConfig | None:
     """The decode kernel that reads a prefix in front of all sequences of a problem of the config.
     None: there is none, or the rows of a sequence are so many that a forward kernel takes them."""
-    kind = _kind(problem)
-    if config.kind == "forward" or reads_bytes(problem) or any(kind) or not problem.page_size:
+    others = config.kind == "forward" or reads_bytes(problem) or any(_kind(problem))
+    if others or not problem.page_size or problem.window_left >= 0:
         return None
     head_dim = max(problem.head_dim, problem.head_dim_v)
     return select_decode_config(NAMES[problem.dtype], head_dim, prefix=True)

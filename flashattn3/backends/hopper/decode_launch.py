@@ -196,9 +196,12 @@ class DecodeLaunch:
         index = -1 if problem.device.index is None else problem.device.index
         append = library.append_kept if self.appends else None
         operators = CachedOperators(library.decode_kept, library.decode_kept_with, append)
+        handle, of_prefix = self.kernel_launch.handle, ()
+        if self.prefix_launch is not None:
+            of_prefix = self.prefix_launch.handle, PREFIX_ROWS
 
         def keep(number: int, seqlen_q: int, options_hash: int) -> CachedOperators:
-            library.keep_decode(number, self.kernel_launch.handle, index, seqlen_q, options_hash)
+            library.keep_decode(number, handle, index, seqlen_q, options_hash, *of_prefix)
             return operators
 
         return keep

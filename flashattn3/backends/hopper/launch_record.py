@@ -74,6 +74,8 @@ DECODE_ARGUMENTS = (
 )
 # Those of decode_after_prefix after out and before the launch.
 PREFIX_ARGUMENTS = "prefix_page_table", "prefix_seqlen", "prefix_len"
+# Those of keep_decode after the number of the options (csrc/torch_binding/decode_kept_op.cpp).
+KEEP_ARGUMENTS = "launch", "device", "seqlen_q", "options_hash", "after_prefix", "prefix_rows"
 # The arguments of forward_kept after the number of the options (csrc/torch_binding/kept_op.cpp).
 FOUND_ARGUMENTS = ("returns_lse", *(field.name for field in FOUND), "max_logit")
 # Those of the backward with scores after the prepared launch (csrc/torch_binding/backward_op.cpp).

@@ -22,6 +22,7 @@ from .launch_record import (
     BACKWARD_ARGUMENTS,
     DECODE_ARGUMENTS,
     FOUND_ARGUMENTS,
+    KEEP_ARGUMENTS,
     PREFIX_ARGUMENTS,
     DecodeRecord,
     LaunchRecord,
@@ -110,6 +111,7 @@ def find_library() -> Library:
         "prepare_decode": DecodeRecord._fields,
         "decode": DECODE_ARGUMENTS,
         "decode_after_prefix": (*PREFIX_ARGUMENTS, "launch", *DECODE_ARGUMENTS),
+        "keep_decode": KEEP_ARGUMENTS,
         "forward_kept_scores": FOUND_ARGUMENTS,
         "backward_scores": BACKWARD_ARGUMENTS,
     }
