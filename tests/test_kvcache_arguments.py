@@ -202,6 +202,11 @@ VALUE_ERRORS += [
         "cu_seqlens_q must be non-decreasing",
     ),
     (RAGGED_Q | {"max_seqlen_q": 3}, "max_seqlen_q must be >= 4"),
+    (prefix(prefix_len=ints(25)), "prefix_len must be between 0 and 24, the tokens of its pages"),
+    (
+        prefix(prefix_page_table=ints(6, 9, -1)[None], prefix_len=10),
+        "prefix_page_table must be between 0 and 8 up to each sequence's length, got [9]",
+    ),
 ]
 UNSUPPORTED = [
     (

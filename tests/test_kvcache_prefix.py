@@ -162,10 +162,36 @@ def test_one_number_divides_new_tokens_in_pages_of_one(device):
     assert (caches["k_cache"][[1, 4, 7]].float() == 2).all() and out.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "aot_eager"])
-def test_explained_and_compiled(backend):
-    arguments, prefix, own = call_of(1, "cpu", torch.float16)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_step_without_queries_has_empty_results_and_appends(backend, device):
+    arguments, prefix, own = call_of(None, device, torch.float16)
+    new = arguments["k_cache"][:1, :9].view(9, 2, 64).clone()
+    edges = torch.tensor([0, 1, 6, 9], dtype=torch.int32, device=device)
+    arguments |= {"q": arguments["q"][:0], "cu_seqlens_q": torch.zeros_like(edges)}
+    arguments |= {"k": new, "v": new, "cu_seqlens_k_new": edges}
     prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
+    out, lse = flash_attn_with_kvcache(**arguments, **prefix_of, return_lse=True, backend=backend)
+    assert out.shape == (0, 8, 64) and lse.shape == (8, 0)
+    pages = arguments["k_cache"][own[1].long()].flatten(0, 1)
+    assert torch.equal(pages[33:38], new[1:6])
+
+
+def test_a_prefix_is_checked_before_new_tokens_are_written():
+    arguments, prefix, own = call_of(3, "cpu", torch.float16)
+    new = {name: torch.ones(3, 3, 2, 64).half() for name in "kv"}
+    before = arguments["k_cache"].clone()
+    too_long = torch.tensor([3 * PAGE + 1], dtype=torch.int32)
+    prefix_of = {"prefix_page_table": prefix, "prefix_len": too_long, "page_table": own}
+    with pytest.raises(ValueError, match="prefix_len must be between 0 and 48"):
+        flash_attn_with_kvcache(**arguments, **new, **prefix_of)
+    assert torch.equal(arguments["k_cache"], before)
+
+
+@pytest.mark.parametrize("length", [PREFIX, torch.tensor(PREFIX, dtype=torch.int32)], ids=type)
+@pytest.mark.parametrize("backend", ["reference", "aot_eager"])
+def test_explained_and_compiled(backend, length):
+    arguments, prefix, own = call_of(1, "cpu", torch.float16)
+    prefix_of = {"prefix_page_table": prefix, "prefix_len": length, "page_table": own}
     if backend == "reference":
         explained = explain_with_kvcache(**arguments, **prefix_of, backend=backend)
         assert explained.config["prefix"].startswith("reference")

@@ -91,7 +91,7 @@ def check_lengths(
                 for (queries, leftpad, window), total in zip(seen, totals, strict=True)
             ]
         chosen = table[torch.tensor(rows, device=table.device)]
-        _check_pages(function, chosen, begins, totals, cache)
+        _check_pages(function, "page_table", chosen, begins, totals, cache)
     return cached, new
 
 
@@ -102,9 +102,21 @@ def capacity_of(cache: Tensor, page_table: Tensor | None) -> tuple[int, int]:
     return page_table.shape[0], page_table.shape[1] * cache.shape[1]
 
 
-def _check_pages(
-    function: str, table: Tensor, begins: list[int], totals: list[int], cache: Tensor
+def check_prefix_values(
+    function: str, page_table: Tensor, length: int | Tensor, cache: Tensor
 ) -> None:
+    """Raise for a length or pages of a prefix that do not fit the cache."""
+    most, length = page_table.shape[1] * cache.shape[1], int(length)
+    wanted = f"between 0 and {most}, the tokens of its pages"
+    expect(0 <= length <= most, function, "prefix_len", wanted, length)
+    _check_pages(function, "prefix_page_table", page_table, [0], [length], cache)
+
+
+def _check_pages(
+    function: str, name: str, table: Tensor, begins: list[int], totals: list[int], cache: Tensor
+) -> None:
+    """Raise for a page of the tokens from begins to totals that the cache does not have. name: of
+    the table."""
     num_pages, page_size = cache.shape[:2]
     # A sequence of which no token is used needs no page.
     edges = zip(begins, totals, strict=True)
@@ -115,7 +127,7 @@ def _check_pages(
     used = (column >= begins.unsqueeze(1)) & (column < ends.unsqueeze(1))
     wrong = table[used & ((table < 0) | (table >= num_pages))].tolist()
     wanted = f"between 0 and {num_pages - 1} up to each sequence's length"
-    expect(not wrong, function, "page_table", wanted, wrong[:4])
+    expect(not wrong, function, name, wanted, wrong[:4])
 
 
 def _check_within(function: str, name: str, values: list[int], largest: list[int]) -> None:

@@ -23,8 +23,10 @@ from ..call.cached import (
     query_sizes,
 )
 from ..call.cached_checks import check_combine, check_decode, check_out, check_tensors
+from ..call.cached_value_checks import check_prefix_values
 from ..call.metadata import metadata_of
 from ..call.selection import backend_in_force
+from ..call.value_checks import is_checked
 from ..errors import expect, shown, value_error
 from ..modes import has_autocast, is_watched
 from .cached_operators import (
@@ -173,6 +175,8 @@ def _appended(
     how = AppendOptions(interleaved, one_q_position(options), options.backend, function)
     if checked is not None:
         check_values_before_append(checked, tensors, lengths, options, appended, how)
+        if prefix is not None and is_checked(q.device):
+            check_prefix_values(function, *prefix, tensors.k_cache)
     run_append(appended, lengths, how)
     return _attended(tensors, lengths, options, out, watched, prefix, checked)
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from ..call.arguments import integer
 from ..call.cache_descales import is_of_sequences, is_one_number
 from ..call.cached import DecodeOptions, DecodeTensors, Lengths, lse_shape
+from ..call.cached_value_checks import check_prefix_values
 from ..call.tensor_checks import check_device
 from ..call.value_checks import is_checked
 from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
-from .cached_plans import check_values, checked_call, combine_of, lse_dtype, run_checked
+from .cached_plans import checked_call, combine_of, lse_dtype, run_checked
 
 if TYPE_CHECKING:
     from ..backends.base import CachedLaunch
@@ -58,6 +59,8 @@ def prefix_of(function: str, page_table: object, length: object) -> Prefix | Non
            "(1, pages)", shape)  # fmt: skip
     dtype = page_table.dtype
     expect(dtype == torch.int32, function, "prefix_page_table.dtype", torch.int32, dtype)
+    if isinstance(length, Tensor) and length.ndim == 0 and length.dtype == torch.int32:
+        length = length.reshape(1)  # it is not read on the host
     if isinstance(length, Tensor) and length.ndim == 1:
         found = tuple(length.shape), length.dtype
         wanted = (1,), torch.int32
@@ -125,10 +128,10 @@ def prefix_call(
 
 
 def is_one_launch(launch: CachedLaunch, tensors: DecodeTensors) -> bool:
-    """Whether a launch of the sequences' own keys reads a prefix too."""
+    """Whether a launch of the sequences' own keys reads a prefix too, of a call that has rows."""
     q = tensors.q
     rows = math.prod(q.shape[:-1]) // tensors.k_cache.shape[2]
-    return rows <= launch.rows_after_prefix
+    return 0 < rows <= launch.rows_after_prefix
 
 
 def attend_after_prefix(
@@ -142,12 +145,13 @@ def attend_after_prefix(
 ) -> None:
     """Write out and lse of a call that ``check_prefix`` accepted: in one launch where the backend
     of the sequences' own keys has one. checked: of ``checked_call``."""
-    of_prefix = prefix_call(prefix, tensors, lengths, options)
-    if not is_one_launch(checked.plan.launch, tensors):
-        return _attend_to_both(out, lse, of_prefix, (tensors, lengths, options))
     if is_checked(tensors.q.device):
-        check_values(checked_call(*of_prefix), *of_prefix)
-    run_checked(checked, out, lse, tensors, lengths, options, prefix.arguments)
+        check_prefix_values(options.function, *prefix, tensors.k_cache)
+    if is_one_launch(checked.plan.launch, tensors):
+        run_checked(checked, out, lse, tensors, lengths, options, prefix.arguments)
+    else:
+        of_prefix = prefix_call(prefix, tensors, lengths, options)
+        _attend_to_both(out, lse, of_prefix, (tensors, lengths, options))
 
 
 def _attend_to_both(out: Tensor, lse: Tensor | None, of_prefix: tuple, own: tuple) -> None:
