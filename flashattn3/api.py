@@ -16,6 +16,7 @@ from .call.arguments import expect_strided, integer, length
 from .call.block_scaled import BlockScaled
 from .call.fields import Options
 from .call.operands import (
+    NO_DESCALES,
     NO_SCORES,
     Tensors,
     check_tensor_types,
@@ -34,19 +35,9 @@ from .run.quantized_gradient import attend_scaled
 from .run.scaled import attend_8_bits_at_once
 
 
-def _dense(
-    options: Options,
-    q,
-    k,
-    v,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    scores=None,
-    mask=None,
-):
+def _dense(options: Options, q, k, v, descales=NO_DESCALES, scores=None, mask=None):
     if scores is mask is None:
-        if type(q) is BlockScaled and q_descale is k_descale is v_descale is None:
+        if type(q) is BlockScaled and descales[0] is descales[1] is descales[2] is None:
             found = attend_8_bits_at_once(options, q, k, v)
             if found is not None:
                 return found
@@ -54,40 +45,26 @@ def _dense(
     else:
         lists = () if mask is None else call_tensors(options.function, mask, q, k)
         tensors = Tensors(q, k, v, None, None, None, None, *(scores or NO_SCORES), *lists)
-    tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
+    tensors = normalised(options.function, tensors, descales)
     if type(q) is BlockScaled:
         return attend_scaled(tensors, options, (q, k, v), mask=mask)
     return attend(tensors, options, mask=mask)
 
 
-def _varlen(
-    options: Options,
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q=None,
-    seqused_k=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    scores=None,
-):
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+def _varlen(options: Options, q, k, v, lengths, descales=NO_DESCALES, scores=None):
     tensors = Tensors(q, k, v, *lengths, *(scores or NO_SCORES))
     tensors, options = with_keys_in_rows(tensors, options)
-    tensors = normalised(options.function, tensors, (q_descale, k_descale, v_descale))
-    if cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+    tensors = normalised(options.function, tensors, descales)
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         check_tensor_types(options.function, tensors, varlen=True)
     if type(q) is BlockScaled:
         return attend_scaled(tensors, options, (q, k, v))
     return attend(tensors, options)
 
 
-def _qkv(options: Options, qkv, num_heads_q, q_descale, k_descale, v_descale, scores, mask):
+def _qkv(options: Options, qkv, num_heads_q, descales, scores, mask):
     parts = _unpacked(options.function, qkv, num_heads_q)
-    return _dense(options, *parts, q_descale, k_descale, v_descale, scores, mask)
+    return _dense(options, *parts, descales, scores, mask)
 
 
 def _kv(options: Options, q, kv, scores, mask):
@@ -102,7 +79,7 @@ def _varlen_qkv(options: Options, qkv, cu_seqlens, max_seqlen, scores):
     edges = _tensor(function, "cu_seqlens", cu_seqlens)
     longest = length(function, "max_seqlen_q", max_seqlen)
     options = options._replace(max_seqlen_q=longest, max_seqlen_k=longest)
-    return _varlen(options, *parts, edges, edges, scores=scores)
+    return _varlen(options, *parts, (edges, edges, None, None), scores=scores)
 
 
 def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k, scores):
@@ -110,7 +87,7 @@ def _varlen_kv(options: Options, q, kv, cu_seqlens_q, cu_seqlens_k, scores):
     parts = _parts(function, "kv", kv, "(total_k, 2, num_heads_kv, head_dim)")
     edges_q = _tensor(function, "cu_seqlens_q", cu_seqlens_q)
     edges_k = _tensor(function, "cu_seqlens_k", cu_seqlens_k)
-    return _varlen(options, q, *parts, edges_q, edges_k, scores=scores)
+    return _varlen(options, q, *parts, (edges_q, edges_k, None, None), scores=scores)
 
 
 def _quantized(options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, scores, mask):
@@ -120,99 +97,36 @@ def _quantized(options: Options, q, k, v, block, hadamard, qk_dtype, smooth_k, s
 
 
 def _varlen_quantized(
-    options: Options,
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q,
-    seqused_k,
-    block,
-    hadamard,
-    qk_dtype,
-    smooth_k,
-    scores,
+    options: Options, q, k, v, lengths, block, hadamard, qk_dtype, smooth_k, scores
 ):
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     scheme = Scheme(block, hadamard, qk_dtype, smooth_k)
     tensors = _tensors(options, q, k, v, lengths, scores)
     return attend_quantized(options, tensors, scheme, varlen=True)
 
 
-def _forward(
-    options: Options,
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q,
-    seqused_k,
-    q_descale,
-    k_descale,
-    v_descale,
-    scores,
-    mask,
-):
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+def _forward(options: Options, q, k, v, lengths, descales, scores, mask):
     tensors = _tensors(options, q, k, v, lengths, scores, mask)
-    return forward_pass(tensors, options, (q_descale, k_descale, v_descale))
+    return forward_pass(tensors, options, descales)
 
 
-def _backward(
-    options: Options,
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q,
-    seqused_k,
-    dlse,
-    dq,
-    dk,
-    dv,
-    scores,
-    mask,
-):
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+def _backward(options: Options, dout, q, k, v, out, lse, lengths, dlse, dq, dk, dv, scores, mask):
     tensors = _tensors(options, q, k, v, lengths, scores, mask)
     return backward_pass(tensors, options, dout, out, lse, dlse, (dq, dk, dv))
 
 
 def _explained(
-    options: Options,
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    seqused_q,
-    seqused_k,
-    q_descale,
-    k_descale,
-    v_descale,
-    device,
-    scores,
-    mask,
+    options: Options, q, k, v, lengths, max_seqlen_q, max_seqlen_k, descales, device, scores, mask
 ):
-    function, varlen = options.function, cu_seqlens_q is not None
+    function, varlen = options.function, lengths[0] is not None
     longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     options = options._replace(**{name: length(function, name, x) for name, x in longest.items()})
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     tensors = _tensors(options, q, k, v, lengths, scores, mask)
     if varlen:
         tensors, options = with_keys_in_rows(tensors, options)
     else:
-        for name, value in {"cu_seqlens_k": cu_seqlens_k, **longest}.items():
+        for name, value in {"cu_seqlens_k": lengths[1], **longest}.items():
             expect(value is None, function, name, "None without cu_seqlens_q", shown(value))
-    tensors = normalised(function, tensors, (q_descale, k_descale, v_descale))
+    tensors = normalised(function, tensors, descales)
     return explained(options, tensors, varlen, device)
 
 

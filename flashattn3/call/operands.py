@@ -26,6 +26,7 @@ from .value_checks import check_same_values, is_checked
 
 SIDES = tuple(field.name for field in TENSORS if field.kind is ROWS)
 NO_SCORES = (None,) * len(SCORE_ARGUMENTS)
+NO_DESCALES = (None,) * len(SIDES)
 
 
 class Scaled(NamedTuple):
@@ -248,7 +249,7 @@ def metadata_of(tensor: Tensor | Scaled | None) -> Metadata | Scaled | None:
 
 
 def normalised(
-    function: str, tensors: Tensors, descales: tuple[Tensor | None, ...] = (None, None, None)
+    function: str, tensors: Tensors, descales: tuple[Tensor | None, ...] = NO_DESCALES
 ) -> Tensors:
     """The tensors of a call whose q, k and v may be ``BlockScaled``, or plain with descales."""
     q, k, v = tensors.q, tensors.k, tensors.v

@@ -13,10 +13,12 @@ from .batch_invariance import span_of_all_calls
 from .fields import CALL, Description
 from .foreign import translated
 from .selection import named_backend
-from .tensor_fields import SCORE_ARGUMENTS
+from .tensor_fields import GROUPS
 
 F = TypeVar("F", bound=Callable)
-_SCORES = f"None if {' is '.join(SCORE_ARGUMENTS)} is None else ({', '.join(SCORE_ARGUMENTS)})"
+# What a compiled function passes for an argument of a form that stands for several.
+_PASSED = {name: f"({', '.join(group)})" for name, group in GROUPS.items()}
+_PASSED["scores"] = f"None if {' is '.join(GROUPS['scores'])} is None else {_PASSED['scores']}"
 # Options that torch.use_deterministic_algorithms, ``use_backend`` and batch-invariant mode ask of
 # all calls, with the values of a call that asks for nothing itself.
 OF_ALL_CALLS = {"deterministic": False, "backend": None, "split_tokens": None}
@@ -75,7 +77,8 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
 def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
     """Decorator of a public function, which has a signature and a docstring: the call's options are
     read by the fields of its description, its other arguments go to ``form(options, ...)``. A form
-    with the argument ``scores`` takes SCORE_ARGUMENTS as a tuple, None where a call has none.
+    takes those of GROUPS as a tuple under the group's name, for ``scores`` None where a call has
+    none.
 
     The function is compiled from its signature, as namedtuple and dataclass do it, so that Python
     binds the arguments and no call fills a dictionary. Keywords that are not in the signature go to
@@ -86,9 +89,7 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
         function, parameters = described.__name__, signature(described).parameters
         fields = description.fields
         passed = [name for name in signature(form).parameters if name != "options"]
-        taken = {*passed}
-        if "scores" in taken:
-            taken = taken - {"scores"} | {*SCORE_ARGUMENTS}
+        taken = {argument for name in passed for argument in GROUPS.get(name, (name,))}
         names = [name for name in parameters if name in fields and name not in taken]
         names.sort(key=lambda name: name != "window_size")
         unread = parameters.keys() - {*names, *taken} | taken - parameters.keys()
@@ -101,7 +102,7 @@ def public(form: Callable, description: Description = CALL) -> Callable[[F], F]:
             required = parameter.default is parameter.empty
             heads.append(name if required else f"{name}=defaults[{name!r}]")
         given = ", ".join(f"{name!r}: {name}" for name in parameters)
-        results = [_SCORES if name == "scores" else name for name in passed]
+        results = [_PASSED.get(name, name) for name in passed]
         source = (
             "def make(form, read, translated, defaults):\n"
             f"    def {function}({', '.join(heads)}, **foreign):\n"

@@ -74,6 +74,12 @@ SCORE_TENSORS = (
 )
 # Those that are arguments of the public functions; the mask's come in one object.
 SCORE_ARGUMENTS = tuple(field.name for field in SCORE_TENSORS if field.kind is not MASK)
+# Arguments that a form of call/public.py takes as one tuple.
+GROUPS = {
+    "lengths": tuple(field.name for field in TENSORS if field.is_optional),
+    "descales": tuple(f"{field.name}_descale" for field in TENSORS if field.kind is ROWS),
+    "scores": SCORE_ARGUMENTS,
+}
 # The tensors of a cached call and of an append; CACHED_PLAN says what of them a plan depends on. A
 # letter says that an append writes the tensor.
 REQUIRED, OPTIONAL = Kind("Tensor", ()), Kind("Tensor?", ())

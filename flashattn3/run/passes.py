@@ -15,6 +15,7 @@ from ..call.dtypes import EIGHT_BIT
 from ..call.fields import Options
 from ..call.operands import (
     LEARNED,
+    NO_DESCALES,
     NUM_TENSORS,
     Tensors,
     check_tensor_types,
@@ -71,7 +72,7 @@ def backward_pass(
 
 
 def _checked(
-    tensors: Tensors, options: Options, descales: tuple[Tensor | None, ...] = (None, None, None)
+    tensors: Tensors, options: Options, descales: tuple[Tensor | None, ...] = NO_DESCALES
 ) -> tuple[Tensors, Options]:
     """The normalised tensors of a call that needs no gradient, and its options."""
     function, varlen = options.function, tensors.cu_seqlens_q is not None
