@@ -1,7 +1,7 @@
 """Tile configs by head dim, lowering and shared memory of the device. No run-time autotuning.
 
 A config applies if the head dim fits and the GPU has its shared memory; the first that applies is
-selected. ``python -m flashattn3_bench.tune`` measures candidates on the current GPU.
+selected. ``python benchmarks/tune.py`` measures candidates on the current GPU.
 """
 
 from __future__ import annotations

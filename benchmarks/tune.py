@@ -1,7 +1,7 @@
 """Measure candidate tiles of the Triton kernels: where the rows of backends/triton/tile_configs.py
 come from.
 
-    python -m flashattn3_bench.tune --head-dims 64 128 --lowering sm80 --json tiles.jsonl
+    python benchmarks/tune.py --head-dims 64 128 --lowering sm80 --json tiles.jsonl
 
 Every candidate is compiled (in parallel, no GPU needed), dropped if it spills much or does not fit,
 and timed on a full and on a causal problem of the benchmark grid. With --compile-only nothing is
@@ -63,7 +63,7 @@ class Candidate:
         return describe((qkv, qkv, qkv, None, None, None, None), Options(causal=self.causal))
 
     def launch(self):
-        from .ahead_of_time import all_launches
+        from flashattn3_bench.ahead_of_time import all_launches
 
         problem, tile = self.problem(), self.tile
         tiles = Tiles(tile, tile, tile, tile if self.kernel == "bwd" else None)
@@ -104,7 +104,7 @@ def candidate_tiles(kernel: str, head_dim: int, wgmma: bool) -> list[Tile]:
 
 def compile_candidate(candidate: Candidate) -> dict | None:
     """Registers, stack and shared memory of one candidate; None if it does not compile or fit."""
-    from .ahead_of_time import compile_kernel, resources
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     try:
         kernel = compile_kernel(candidate.launch(), candidate.capability)
@@ -115,7 +115,7 @@ def compile_candidate(candidate: Candidate) -> dict | None:
 
 def time_candidate(candidate: Candidate, tensors: list[torch.Tensor], rounds: int = 5) -> float:
     """Median milliseconds of a launch."""
-    from .ahead_of_time import compile_kernel
+    from flashattn3_bench.ahead_of_time import compile_kernel
 
     launch = candidate.launch()
     kernel = compile_kernel(launch, candidate.capability)
