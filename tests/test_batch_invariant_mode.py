@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,9 +89,8 @@ def test_the_environment_sets_the_mode(value, span):
 def test_torch_attention_never_falls_back_to_its_own_kernels():
     """Dropout, which flashattn3 leaves to torch, in integrations.torch."""
     former = torch.ones(1)
-    override = of_torch._Override("x", lambda q: NotImplemented, SimpleNamespace(
-        call_boxed=lambda *arguments: former
-    ))  # fmt: skip
+    kernel = SimpleNamespace(call_boxed=lambda *arguments: former)
+    override = of_torch._Override("x", Mock(side_effect=of_torch.NotTaken), kernel)
     assert override(None, former) is former
     with (
         use_batch_invariant_mode(),

@@ -38,8 +38,15 @@ def edges_of_positions(
     if every row is one sequence, and for positions of another shape.
 
     The first layer of a forward reads the positions for all, which get the same tensor. In the next
-    forward their values may have changed.
+    forward their values may have changed. A compiled function cannot read them: there may be
+    ``most_packed`` sequences.
     """
+    if position_ids.shape not in ((1, length), (batch, length)):
+        return None
+    if torch.compiler.is_compiling():
+        begins, count = _begins(position_ids, batch), batch * most_packed(length)
+        torch._assert_async(begins.sum() <= count, TOO_MANY)
+        return edges_of(begins, count)
     index = getattr(layer, "layer_idx", None)
     version = None if position_ids.is_inference() else position_ids._version
     for of, of_version, of_batch, of_length, reader, reader_index, edges in _last_positions:
@@ -48,25 +55,12 @@ def edges_of_positions(
             later = index > reader_index if ordered else reader() is not layer
             if later and reader() is not None:
                 return edges
-    if position_ids.shape not in ((1, length), (batch, length)):
-        return None
     begins = _begins(position_ids, batch)
     count = int(begins.sum())
     edges = None if count == batch else edges_of(begins, count)
     of = weakref.ref(position_ids), version, batch, length
     _last_positions[:] = [_ReadPositions(*of, weakref.ref(layer), index, edges)]
     return edges
-
-
-def edges_of_traced_positions(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
-    """The same in a compiled function, which cannot read positions: there may be ``most_packed``
-    sequences."""
-    if position_ids.shape not in ((1, length), (batch, length)):
-        return None
-    begins = _begins(position_ids, batch)
-    count = batch * most_packed(length)
-    torch._assert_async(begins.sum() <= count, TOO_MANY)
-    return edges_of(begins, count)
 
 
 def _begins(position_ids: Tensor, batch: int) -> Tensor:

@@ -27,7 +27,7 @@ from ..call.selection import named_backend
 from ..errors import UnsupportedError, expect
 from ..modes import has_autocast
 from .libraries import release
-from .torch_operators import CPU_OPERATORS, OPERATORS
+from .torch_operators import CPU_OPERATORS, OPERATORS, NotTaken
 
 OLDEST = "2.10"  # the first release with a registry
 NEWEST = "2.15"  # the last release that the tests ran with
@@ -152,8 +152,8 @@ def _move_flash_ahead() -> list[int]:
 
 @dataclass(frozen=True)
 class _Override:
-    """One operator: flashattn3's function, or the former kernel where that returns NotImplemented,
-    or where no backend takes the call and the caller names none.
+    """One operator: flashattn3's function, or the former kernel where that raises ``NotTaken``, or
+    where no backend takes the call and the caller names none.
 
     former: None where torch has no kernel for the dispatch key.
     """
@@ -166,9 +166,9 @@ class _Override:
         reason = "flashattn3 does not support these arguments"
         try:
             with torch.no_grad(), _without_autocast(arguments[0].device.type):
-                result = self.function(*arguments, **options)
-            if result is not NotImplemented:
-                return result
+                return self.function(*arguments, **options)
+        except NotTaken:
+            pass
         except UnsupportedError as error:
             if named_backend.get() is not None or span_of_all_calls.get() is not None:
                 raise

@@ -1,5 +1,5 @@
 """torch's operators of flash attention, computed by flashattn3, which ``register`` puts in place of
-torch's kernels. A function returns NotImplemented for arguments that it does not take."""
+torch's kernels. A function raises ``NotTaken`` for arguments that it does not take."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from ..call.operands import Tensors
 from ..call.selection import backend_in_force
 from ..run.operators import backward_of
 from .paged import attend_to_pages
+
+
+class NotTaken(Exception):
+    """torch's own kernel has to compute the call."""
 
 
 def _window(left: int | None, right: int | None) -> tuple[int, int]:
@@ -43,9 +47,9 @@ def _flash_forward(
 ):
     """query (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cum_seq_q."""
     if dropout_p or return_debug_mask or alibi_slopes is not None:
-        return NotImplemented
+        raise NotTaken
     if cum_seq_q is None and not (seqused_k is block_table is None):
-        return NotImplemented
+        raise NotTaken
     options = {
         "softmax_scale": scale,
         "causal": is_causal,
@@ -68,17 +72,13 @@ def _flash_forward(
 
 
 def _flash_forward_into(out, *arguments, **options):
-    result = _flash_forward(*arguments, **options)
-    if result is NotImplemented:
-        return result
-    out.copy_(result[0])
-    return result[1]
+    result, lse, *_ = _flash_forward(*arguments, **options)
+    out.copy_(result)
+    return lse
 
 
 def _flash_backward(grad_out, query, key, value, *arguments, **options):
     gradients = _gradients(grad_out, query, key, value, *arguments, **options)
-    if gradients is NotImplemented:
-        return gradients
     return tuple(map(_as_strided_like, gradients, (query, key, value)))
 
 
@@ -103,7 +103,7 @@ def _gradients(
     window_size_right=None,
 ):
     if dropout_p:
-        return NotImplemented
+        raise NotTaken
     function = "aten::_flash_attention_backward"
     left, right = _window(window_size_left, window_size_right)
     options = Options(
@@ -147,17 +147,13 @@ def _dense_forward(
     lengths = query.shape[2], key.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     flags = dropout_p, is_causal, return_debug_mask
-    result = _flash_forward(q, k, v, None, None, *lengths, *flags, *descales, scale=scale)
-    if result is NotImplemented:
-        return result
-    out, lse, *rest = result
+    of_call = None, None, *lengths, *flags, *descales
+    out, lse, *rest = _flash_forward(q, k, v, *of_call, scale=scale)
     return (out.transpose(1, 2), lse, None, None, *lengths, *rest)
 
 
 def _sdpa_backward(*arguments, scale=None):
     gradients = _dense_gradients(*arguments, scale=scale)
-    if gradients is NotImplemented:
-        return gradients
     return tuple(map(_as_strided_like, gradients, arguments[1:4]))
 
 
@@ -166,25 +162,21 @@ def _dense_gradients(grad_out, query, key, value, out, logsumexp, *arguments, sc
     undefined tensors here, are not read."""
     transposed = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     gradients = _gradients(*transposed, logsumexp, None, None, *arguments[2:], scale=scale)
-    if gradients is NotImplemented:
-        return gradients
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
 def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     if attn_mask is not None or (is_causal and query.shape[2] != key.shape[2]):
-        return NotImplemented
-    result = _sdpa_forward(query, key, value, dropout_p, is_causal, scale=scale)
-    if result is NotImplemented:
-        return result
-    out, lse = result[:2]  # lse in the layout of (batch, seqlen, heads), as torch's kernel has it
+        raise NotTaken
+    out, lse, *_ = _sdpa_forward(query, key, value, dropout_p, is_causal, scale=scale)
+    # lse in the layout of (batch, seqlen, heads), as torch's kernel has it.
     return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _cpu_backward(grad_out, query, key, *arguments, attn_mask=None, scale=None):
     *saved, dropout_p, is_causal = arguments
     if attn_mask is not None or (is_causal and query.shape[2] != key.shape[2]):
-        return NotImplemented
+        raise NotTaken
     rest = None, None, query.shape[2], key.shape[2], dropout_p, is_causal, None, None
     return _dense_gradients(grad_out, query, key, *saved, *rest, scale=scale)
 

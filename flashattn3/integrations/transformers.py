@@ -33,7 +33,7 @@ from ..run.launches import Further, attend_kept
 from .dense_masks import fits, mask_of
 from .libraries import TRANSFORMERS, import_library
 from .masks import mask
-from .packed_positions import edges_of_positions, edges_of_traced_positions
+from .packed_positions import edges_of_positions
 from .refused_models import _awaited, attention_was_called, attention_was_compiled, refuse_models
 from .segments import INSTEAD, Segments, is_plain
 from .transformers_cache import QuantizedStates
@@ -167,10 +167,7 @@ def attention(
     if is_packed:
         segments = segments.cut_at(cu_seq_lens_q, cu_seq_lens_k, lengths)
     elif is_whole and _is_packed(module, position_ids, segments, lengths, others):
-        if compiling:
-            edges = edges_of_traced_positions(position_ids, batch, length)
-        else:
-            edges = edges_of_positions(position_ids, batch, length, module)
+        edges = edges_of_positions(position_ids, batch, length, module)
         if edges is not None:
             segments = segments._replace(cu_seqlens_q=edges, cu_seqlens_k=edges)
     if position_bias is not None:
