@@ -27,7 +27,7 @@ from .host_suite import timed
 from .inputs import normal_numbers
 from .providers import OURS, SDPA_BACKENDS
 from .read_kernel import prepare_read
-from .runner import OK, Record, Settings, refusal, times_of
+from .runner import OK, Record, Settings, described, refusal, times_of
 from .timing import Timing, interleave, make_clock
 
 READ, DENSE, APART, SPANS = "read", "dense", "apart", "split_tokens=1024"
@@ -259,13 +259,8 @@ def _record(
     refused: dict[str, Record],
 ) -> Record:
     record = {
-        "record": "latency",
-        "suite": cell.suite,
-        "row": cell.row,
-        "column": "",
-        "direction": "",
+        **described("latency", cell.suite, cell.row, cell.row),
         "dtype": settings.dtype_name,
-        "case": cell.row,
         "batch": len(cell.lengths),
         "seqlen_q": cell.seqlen_q,
         "num_heads_q": cell.heads,

@@ -23,7 +23,7 @@ from .checking.distributions import (
     honest,
     reference,
 )
-from .runner import FAILED, MISSED, OK, Record, Settings, first_line, name_of
+from .runner import FAILED, MISSED, OK, Record, Settings, described, first_line, name_of
 
 SUITE = "fp8-distributions"
 SEED = 0
@@ -52,13 +52,9 @@ def run_distribution(case: DistributionCase, settings: Settings) -> Iterator[Rec
         inputs = case.build(settings.device, dtype, SEED)
         wanted = reference(inputs)
         allowed = allowance(inputs, wanted)
+        row, place = f"d{case.head_dim} {case.name}", {"column": str(case.seqlen_k)}
         about = {
-            "record": "distribution",
-            "suite": SUITE,
-            "row": f"d{case.head_dim} {case.name}",
-            "column": str(case.seqlen_k),
-            "direction": "fwd",
-            "case": case.id,
+            **described("distribution", SUITE, row, case.id, **place, direction="fwd"),
             "seqlen_k": case.seqlen_k,
             "head_dim": case.head_dim,
             "qk_dtype": name_of(dtype),

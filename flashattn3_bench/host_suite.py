@@ -23,7 +23,7 @@ from .gate import Gate
 from .inputs import Inputs, make_inputs, prepare
 from .providers import OURS, PROVIDERS, SDPA_BACKENDS, WHOLE_INT8, Attention
 from .rotary_suite import ATTENTION, check_results, tables
-from .runner import FAILED, OK, Record, Settings, times_of
+from .runner import FAILED, OK, Record, Settings, described, times_of
 from .suites import Cell
 from .timing import Timing
 
@@ -121,16 +121,8 @@ def timed(
                 samples[name] += _host_ms(call, settings.device)
     timings = {name: Timing.of(found) for name, found in samples.items()}
     for name, error in errors.items():
-        record = {
-            "record": "time",
-            "suite": "host",
-            "row": f"host time: {work}",
-            "column": "",
-            "direction": work,
-            "dtype": settings.dtype_name,
-            "case": case,
-            "provider": name,
-        }
+        more = {"direction": work, "dtype": settings.dtype_name, "provider": name}
+        record = described("time", "host", f"host time: {work}", case, **more)
         if error is not None:
             yield {**record, "status": FAILED, "reason": error}
         else:

@@ -16,7 +16,7 @@ from . import memory_traffic
 from .inputs import normal_numbers
 from .ladder import block_of, program
 from .providers import LADDER_FA1, LADDER_FA2, NAIVE, OURS, TRITON
-from .runner import ABSENT, FAILED, OK, Record, Settings, first_line, run_cell
+from .runner import ABSENT, FAILED, OK, Record, Settings, described, first_line, run_cell
 from .suites import Cell
 from .timing import interleave, make_clock
 
@@ -77,14 +77,11 @@ def run_sparse(
     block, device = block_of(settings.device), settings.device
     heads, seqlen, d = (2, 128, 32) if quick else (128, 4096, 64)
     num_blocks = seqlen // block
+    row = " ".join([direction, SPARSE, family, *map(str, arguments.values())])
+    place = {"column": str(seqlen), "direction": direction}
     record: Record = {
-        "record": "time",
-        "suite": SPARSE,
-        "row": " ".join([direction, SPARSE, family, *map(str, arguments.values())]),
-        "column": str(seqlen),
-        "direction": direction,
+        **described("time", SPARSE, row, f"{SPARSE} {family}", **place),
         "dtype": settings.dtype_name,
-        "case": f"{SPARSE} {family}",
         "batch": 1,
         "seqlen_q": seqlen,
         "seqlen_k": seqlen,

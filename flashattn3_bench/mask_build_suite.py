@@ -12,7 +12,7 @@ from flashattn3 import masks
 
 from .mask_shapes import SHAPES, block_mask_of, lengths_of
 from .providers import FLEX, OURS
-from .runner import FAILED, OK, Record, Settings, times_of
+from .runner import FAILED, OK, Record, Settings, described, times_of
 from .timing import CpuClock, interleave, make_clock
 
 SUITE = "masks-build"
@@ -65,8 +65,7 @@ def run_build(name: str, n: int, time: str, settings: Settings) -> list[Record]:
         seen = shape.build().to_bool()
         calls[COPY] = seen.clone
     fault = _fault(name, n, calls[OURS](), shape.mask_mod, device)
-    about = {"record": "build", "suite": SUITE, "row": f"{name} {n}", "column": time}
-    about |= {"direction": "", "dtype": "", "case": f"{name}-{n}"}
+    about = described("build", SUITE, f"{name} {n}", f"{name}-{n}", column=time, dtype="")
     if fault is not None:
         return [{**about, "provider": OURS, "status": FAILED, "reason": fault}]
     clock = HostClock(device) if time == HOST_TIME else make_clock(device, 2**40)

@@ -25,7 +25,7 @@ from flashattn3.integrations import transformers as integration
 
 from .checking import FORWARD_FACTOR, GRADIENT_FACTOR
 from .providers import OURS, SDPA_BACKENDS
-from .runner import ABSENT, FAILED, OK, Record, Settings, first_line
+from .runner import ABSENT, FAILED, OK, Record, Settings, described, first_line
 from .timing import Timing
 
 SUITE = "models"
@@ -103,14 +103,11 @@ def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:
     else:
         outcomes = _times(case, model, working, ids, settings)
     for name in names:
+        kind = "waits" if case.work == "padding" else "tokens"
+        place = {"column": f"{case.batch} x {case.seqlen}", "direction": case.work}
         yield {
-            "record": "waits" if case.work == "padding" else "tokens",
-            "suite": f"{SUITE} {'waits' if case.work == 'padding' else 'tokens'}",
-            "row": f"{case.work} {case.name}",
-            "column": f"{case.batch} x {case.seqlen}",
-            "direction": case.work,
+            **described(kind, f"{SUITE} {kind}", f"{case.work} {case.name}", case.name, **place),
             "dtype": settings.dtype_name,
-            "case": case.name,
             **{key: value for key, value in asdict(case).items() if key not in ("name", "work")},
             "provider": name,
             **(refused[name] if name in refused else {"status": OK, **outcomes[name]}),

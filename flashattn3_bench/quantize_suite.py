@@ -27,7 +27,7 @@ from flashattn3.quantization.smoothing import sample_mean
 from .inputs import normal_numbers
 from .providers import OURS
 from .rotary_suite import tables
-from .runner import FAILED, OK, Record, Settings, name_of
+from .runner import FAILED, OK, Record, Settings, described, name_of
 from .timing import interleave, make_clock
 
 SUITE = "quantize"
@@ -130,14 +130,10 @@ def _ring(work: Work, settings: Settings, quick: bool) -> list[tuple[Tensor, ...
 def _description(
     work: Work, tensors: tuple[Tensor, ...], results: tuple[BlockScaled, ...], settings: Settings
 ) -> Record:
+    case, column = "x".join(map(str, tensors[0].shape)), f"d{work.head_dim}"
     return {
-        "record": "bandwidth",
-        "suite": SUITE,
-        "row": work.row,
-        "column": f"d{work.head_dim}",
-        "direction": "",
+        **described("bandwidth", SUITE, work.row, case, column=column),
         "dtype": settings.dtype_name,
-        "case": "x".join(map(str, tensors[0].shape)),
         "head_dim": work.head_dim,
         "hadamard": work.hadamard,
         "smooth_k": work.smooth_k,

@@ -123,17 +123,19 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def described(kind: str, suite: str, row: str, case: str, **more: object) -> Record:
+    """What a record begins with: its kind, its place in the tables and its case. more: its other
+    fields, and the column and the direction where it has one."""
+    place = {"suite": suite, "row": row, "column": "", "direction": ""}
+    return {"record": kind, **place, "case": case, **more}
+
+
 def description(cell: Cell, name: str, settings: Settings) -> Record:
-    case = cell.case
+    case, place = cell.case, {"column": cell.column, "direction": cell.direction}
     return {
-        "record": "time",
-        "suite": cell.suite,
-        "row": cell.row,
-        "column": cell.column,
-        "direction": cell.direction,
+        **described("time", cell.suite, cell.row, case.name, **place),
         "dtype": settings.dtype_name,
         "qk_dtype": name_of(EIGHT_BIT.get(name, settings.dtype)),
-        "case": case.name,
         "batch": case.batch,
         "seqlen_q": case.seqlen_q,
         "seqlen_k": case.seqlen_k,

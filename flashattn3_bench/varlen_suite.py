@@ -14,7 +14,7 @@ from .checking.shapes import LENGTHS
 from .gate import Gate
 from .inputs import Inputs, normal_numbers, prepare
 from .providers import OURS, ours
-from .runner import OK, Record, Settings
+from .runner import OK, Record, Settings, described
 from .suites import Cell
 from .timing import interleave, make_clock
 
@@ -70,15 +70,11 @@ def run_varlen(
     of_score = 4 * heads * head_dim * (2.5 if direction == "bwd" else 1) / (2 if causal else 1)
     flops = {n: of_score * scores[n] for n in calls}
     tflops = {n: flops[n] / timings[n].median_ms / 1e9 for n in calls}
+    names = {OURS: name, DENSE: f"{batch}x{dense_length}"}
     return [
         {
-            "record": "time",
-            "suite": cell.suite,
-            "row": cell.row,
-            "column": "",
-            "direction": cell.direction,
+            **described("time", cell.suite, cell.row, names[n], direction=direction),
             "dtype": settings.dtype_name,
-            "case": name if n == OURS else f"{batch}x{dense_length}",
             "head_dim": head_dim,
             "causal": causal,
             "provider": n,
