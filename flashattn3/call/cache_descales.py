@@ -11,13 +11,12 @@ float32, one for each head of a sequence, of a page or of a token:
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError, complaint, expect
 from .dtypes import EIGHT_BIT, INT8
 from .metadata import Metadata
-from .tensor_checks import check_device
+from .tensor_checks import check_equal, check_float32
 
 HEADS, PAGES, TOKENS = "heads", "pages", "tokens"
 OF_KEYS = (PAGES, TOKENS)  # descales that may differ from key to key of a sequence
@@ -65,7 +64,7 @@ def check_descales(function: str, tensors: tuple, batch: int, of: str) -> None:
         wanted = f"{batch, heads} (batch, num_heads_kv), or {per}, num_heads_kv)"
         legal = (batch, heads), (cache.shape[0], tokens, heads), (cache.shape[0], 1, heads)
         expect(is_one_number(descale) or shape in legal, function, f"{name}.shape", wanted, shape)
-        _check_float32(function, name, descale, cache.device, of)
+        check_float32(function, name, descale, cache.device, of)
 
 
 def check_q_descale(function: str, descale: Metadata | None, wanted: tuple, device) -> None:
@@ -75,7 +74,7 @@ def check_q_descale(function: str, descale: Metadata | None, wanted: tuple, devi
     shape, name = tuple(descale.shape), "q_descale"
     said = f"{wanted} (batch, num_heads_kv)"
     expect(is_one_number(descale) or shape == wanted, function, f"{name}.shape", said, shape)
-    _check_float32(function, name, descale, device, "q")
+    check_float32(function, name, descale, device, "q")
 
 
 def check_written_descales(function: str, tensors: tuple) -> None:
@@ -91,16 +90,10 @@ def check_written_descales(function: str, tensors: tuple) -> None:
             wanted = f"(batch, num_heads_kv) where new tokens are written to {cache.dtype}"
             sentence = complaint(function, f"{name}.shape", wanted, tuple(descale.shape))
             raise UnsupportedError(f"{sentence}: caches of 8 bits have descales of tokens")
-        wanted, found = tuple(cache.shape[:3]), tuple(descale.shape)
-        expect(found == wanted, function, f"{name}.shape", f"{wanted} as {side}_cache's", found)
-        _check_float32(function, name, descale, cache.device, "k")
+        sizes = tuple(descale.shape), tuple(cache.shape[:3])
+        check_equal(function, f"{name}.shape", *sizes, f"{side}_cache")
+        check_float32(function, name, descale, cache.device, "k")
         axes = zip(descale.shape, descale.stride, strict=True)
         own = all(size <= 1 or step for size, step in axes)
         wanted = "without a stride of 0: descales of new tokens are written to it"
         expect(own, function, f"{name}.stride", wanted, tuple(descale.stride))
-
-
-def _check_float32(function: str, name: str, descale: Metadata, device, of: str) -> None:
-    dtype = descale.dtype
-    expect(dtype == torch.float32, function, f"{name}.dtype", torch.float32, dtype)
-    check_device(function, name, descale, device, of)

@@ -26,7 +26,7 @@ from .dtypes import EIGHT_BIT, FP8, FULL_PRECISION, SIXTEEN_BIT
 from .metadata import Metadata
 from .scheduler_metadata import metadata_size
 from .scores import check_sinks, check_slopes
-from .tensor_checks import check_device, check_given, check_int32
+from .tensor_checks import check_dense, check_device, check_equal, check_given, check_int32
 
 DTYPES = (*SIXTEEN_BIT, *FULL_PRECISION)
 MAX_TREE_TOKENS = 64  # new tokens of a sequence with a tree_mask
@@ -112,7 +112,7 @@ def check_edges(
     check_int32(function, name, edges, 1, device, of)
     entries = edges.shape[0]
     expect(entries >= 1, function, f"{name}.shape[0]", "batch + 1 >= 1", entries)
-    expect(edges.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(edges.stride)[-1])
+    check_dense(function, name, edges)
     if batch is not None:
         wanted = f"{batch + 1} (batch + 1)"
         expect(entries == batch + 1, function, f"{name}.shape[0]", wanted, entries)
@@ -133,7 +133,7 @@ def _check_dtypes(function: str, q: Metadata, k: Metadata, v: Metadata) -> None:
     eight = EIGHT_BIT if dtype in SIXTEEN_BIT else ()
     wanted = f"{dtype} as q's" + (f", or one of {eight}" if eight else "")
     expect(k.dtype in (dtype, *eight), function, "k_cache.dtype", wanted, k.dtype)
-    expect(v.dtype == k.dtype, function, "v_cache.dtype", f"{k.dtype} as k_cache's", v.dtype)
+    check_equal(function, "v_cache.dtype", v.dtype, k.dtype, "k_cache")
 
 
 def _check_new_dtypes(function: str, tensors: AppendTensors) -> None:
@@ -141,14 +141,13 @@ def _check_new_dtypes(function: str, tensors: AppendTensors) -> None:
     k, v, k_cache, v_cache = tensors[:4]
     dtype, legal = k_cache.dtype, (*DTYPES, *EIGHT_BIT)
     expect(dtype in legal, function, "k_cache.dtype", f"one of {legal}", dtype)
-    wanted = f"{dtype} as k_cache's"
-    expect(v_cache.dtype == dtype, function, "v_cache.dtype", wanted, v_cache.dtype)
-    legal = (dtype,)
+    check_equal(function, "v_cache.dtype", v_cache.dtype, dtype, "k_cache")
+    legal, wanted = (dtype,), f"{dtype} as k_cache's"
     if dtype in EIGHT_BIT:
         legal, wanted = SIXTEEN_BIT, f"one of {SIXTEEN_BIT} for a cache of {dtype}"
     for name, x in (("k", k), ("v", v)):
         expect(x.dtype in legal, function, f"{name}.dtype", wanted, x.dtype)
-    expect(v.dtype == k.dtype, function, "v.dtype", f"{k.dtype} as k's", v.dtype)
+    check_equal(function, "v.dtype", v.dtype, k.dtype, "k")
 
 
 def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: int) -> None:
@@ -161,20 +160,18 @@ def _check_cache(function: str, tensors: DecodeTensors | AppendTensors, batch: i
         axes = f"({lead}, num_heads_kv, head_dim)"
         expect(len(cache.shape) == 4, function, f"{name}.shape", axes, tuple(cache.shape))
         check_device(function, name, cache, device, of)
-        dense, stride = cache.rows_are_dense, tuple(cache.stride)
-        expect(dense, function, f"{name}.stride(-1)", "1: a cache is not copied", stride[-1])
+        check_dense(function, name, cache, "1: a cache is not copied")
         size = cache.shape[-1]
         if size > MAX_HEAD_DIM:
             raise unsupported(function, f"{name}.shape[-1]", f"at most {MAX_HEAD_DIM}", size)
         expect(size >= 1, function, f"{name}.shape[-1]", "at least 1", size)
-    wanted = f"{tuple(k.shape[:3])} as k_cache's"
-    expect(v.shape[:3] == k.shape[:3], function, "v_cache.shape[:3]", wanted, tuple(v.shape[:3]))
+    sizes = tuple(v.shape[:3]), tuple(k.shape[:3])
+    check_equal(function, "v_cache.shape[:3]", *sizes, "k_cache")
     expect(k.shape[2] >= 1, function, "k_cache.shape[2]", "at least 1 head", k.shape[2])
     rows, holder, capacity = k.shape[0], "k_cache", k.shape[1]
     if table is not None:
         check_int32(function, "page_table", table, 2, device, of)
-        wanted = "1: any row stride, dense rows"
-        expect(table.rows_are_dense, function, "page_table.stride(-1)", wanted, table.stride[-1])
+        check_dense(function, "page_table", table, "1: any row stride, dense rows")
         expect(k.shape[1] >= 1, function, "k_cache.shape[1]", "a page_size >= 1", k.shape[1])
         rows, holder, capacity = table.shape[0], "page_table", table.shape[1] * k.shape[1]
     wanted = f"at most {MAX_CAPACITY}: keys are counted in 32 bits"
@@ -193,7 +190,7 @@ def _check_indices(function: str, tensors, batch: int, names: tuple[str, ...]) -
         check_int32(function, name, index, 1, device, "k_cache")
         found, wanted = index.shape[0], f"{batch} (batch)"
         expect(found == batch, function, f"{name}.shape[0]", wanted, found)
-        expect(index.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(index.stride)[-1])
+        check_dense(function, name, index)
 
 
 def _check_slopes(function: str, tensors: DecodeTensors, batch: int) -> None:
@@ -227,8 +224,7 @@ def _check_tree(
     wanted = f"{(*lead, words)}, a bit for each new token in words of 32"
     found = tuple(tree.shape)
     expect(found == (*lead, words), function, "tree_mask.shape", wanted, found)
-    dense = tree.rows_are_dense
-    expect(dense, function, "tree_mask.stride(-1)", 1, tuple(tree.stride)[-1])
+    check_dense(function, "tree_mask", tree)
 
 
 def _check_metadata(function: str, metadata: Found, batch: int, device) -> None:
@@ -239,7 +235,7 @@ def _check_metadata(function: str, metadata: Found, batch: int, device) -> None:
     size, found = metadata_size(batch), metadata.shape[0]
     wanted = f"{size}, from get_scheduler_metadata with batch_size={batch}"
     expect(found == size, function, f"{name}.shape[0]", wanted, found)
-    expect(metadata.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(metadata.stride)[-1])
+    check_dense(function, name, metadata)
 
 
 def check_options(options: DecodeOptions) -> None:
@@ -254,7 +250,7 @@ def check_out(
 ) -> None:
     """A tensor that the caller allocated for a result. of: the name of what has the device."""
     check_given(function, name, out, shape, dtype, device, of)
-    expect(out.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(out.stride)[-1])
+    check_dense(function, name, out)
     wanted = "without a stride of 0: every row is written"
     expect(not out.is_expanded, function, f"{name}.stride", wanted, tuple(out.stride))
 
@@ -275,12 +271,9 @@ def check_append(found: tuple[Found, ...], options: AppendOptions, lengths: Leng
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         wanted = "without a stride of 0: new tokens are written to it"
         expect(not cache.is_expanded, function, f"{name}_cache.stride", wanted, cache.stride)
-        wanted = f"{tuple(cache.shape[2:])} as {name}_cache's"
-        got = tuple(x.shape[-2:])
-        expect(got == tuple(cache.shape[2:]), function, f"{name}.shape[-2:]", wanted, got)
-    wanted = f"{tuple(k.shape[:-1])} as k's"
-    same = v.shape[:-1] == k.shape[:-1]
-    expect(same, function, "v.shape[:-1]", wanted, tuple(v.shape[:-1]))
+        sizes = tuple(x.shape[-2:]), tuple(cache.shape[2:])
+        check_equal(function, f"{name}.shape[-2:]", *sizes, f"{name}_cache")
+    check_equal(function, "v.shape[:-1]", tuple(v.shape[:-1]), tuple(k.shape[:-1]), "k")
     _check_cache(function, tensors, batch)
     _check_indices(function, tensors, batch, ("cache_seqlens", "cache_batch_idx", "rotary_seqlens"))
     check_descales(function, tensors, batch, "k")
@@ -302,8 +295,8 @@ def _check_rotated_q(function: str, tensors: AppendTensors, batch: int) -> None:
     wanted = "None without rotary_cos: there is nothing to do with it"
     expect(tensors.rotary_cos is not None, function, "q", wanted, "a tensor")
     found = check_queries(function, q, tensors.cu_seqlens_q)
-    expect(found == batch, function, "q's batch", f"{batch} as k's", found)
-    expect(q.dtype == k.dtype, function, "q.dtype", f"{k.dtype} as k's", q.dtype)
+    check_equal(function, "q's batch", found, batch, "k")
+    check_equal(function, "q.dtype", q.dtype, k.dtype, "k")
     check_device(function, "q", q, k.device, "k")
     wanted = f"{k.shape[-1]} (k's head_dim)"
     expect(q.shape[-1] == k.shape[-1], function, "q.shape[-1]", wanted, q.shape[-1])
@@ -326,11 +319,9 @@ def _check_rotary(function: str, tensors: AppendTensors) -> None:
         expect(len(shape) == 2, function, f"{name}.shape", axes, shape)
         expect(table.dtype in legal, function, f"{name}.dtype", f"one of {legal}", table.dtype)
         check_device(function, name, table, k.device, "k")
-        expect(table.rows_are_dense, function, f"{name}.stride(-1)", 1, tuple(table.stride)[-1])
-    found, wanted = tuple(sin.shape), f"{tuple(cos.shape)} as rotary_cos's"
-    expect(found == tuple(cos.shape), function, "rotary_sin.shape", wanted, found)
-    wanted = f"{cos.dtype} as rotary_cos's"
-    expect(sin.dtype == cos.dtype, function, "rotary_sin.dtype", wanted, sin.dtype)
+        check_dense(function, name, table)
+    check_equal(function, "rotary_sin.shape", tuple(sin.shape), tuple(cos.shape), "rotary_cos")
+    check_equal(function, "rotary_sin.dtype", sin.dtype, cos.dtype, "rotary_cos")
     half, head_dim = cos.shape[1], k.shape[-1]
     wanted = f"between 1 and {head_dim // 2} (half of k's head_dim)"
     expect(1 <= half <= head_dim // 2, function, "rotary_cos.shape[1]", wanted, half)
@@ -348,8 +339,8 @@ def check_combine(
     expect(dtype in DTYPES, function, "out_partial.dtype", f"one of {DTYPES}", dtype)
     expect(shape[0] >= 1, function, "out_partial.shape[0]", "at least 1 part", shape[0])
     expect(shape[-1] >= 1, function, "out_partial.shape[-1]", "at least 1", shape[-1])
-    found, wanted = tuple(lse_partial.shape), shape[:-1]
-    expect(found == wanted, function, "lse_partial.shape", f"{wanted} as out_partial's", found)
+    found = tuple(lse_partial.shape)
+    check_equal(function, "lse_partial.shape", found, shape[:-1], "out_partial")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expect(lse_partial.dtype == wide, function, "lse_partial.dtype", wide, lse_partial.dtype)
     check_device(function, "lse_partial", lse_partial, out_partial.device, "out_partial")

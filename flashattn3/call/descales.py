@@ -14,6 +14,7 @@ import torch
 from ..errors import expect, value_error
 from .dtypes import EIGHT_BIT, OUT_DTYPES
 from .quantization_limits import BLOCKS
+from .tensor_checks import check_equal, check_float32
 
 if TYPE_CHECKING:
     from .fields import Options
@@ -63,7 +64,7 @@ def check_scaled(
             expect(x.descale is None, function, f"{name}_descale", wanted, "a tensor")
         layouts = ("rows", "permuted") if name == "v" and dtype in EIGHT_BIT else ("rows",)
         expect(x.layout in layouts, function, f"{name}.layout", f"one of {layouts}", x.layout)
-    expect(k.hadamard == q.hadamard, function, "k.hadamard", f"{q.hadamard} as q's", k.hadamard)
+    check_equal(function, "k.hadamard", k.hadamard, q.hadamard, "q")
     expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
     _check_means(function, q, k, v, batch)
     heads_q, heads_kv = q.data.shape[-2], k.data.shape[-2]
@@ -82,7 +83,7 @@ def check_scaled(
         shape = tuple(descale.shape)
         expect(shape[0] == batch, function, f"{what}.shape[0]", f"{batch} (batch)", shape[0])
         expect(shape[1] in heads, function, f"{what}.shape[1]", wanted, shape[1])
-        _check_float32(function, what, descale, q.data)
+        check_float32(function, what, descale, q.data.device, "q")
         if block == 0:  # there are no tokens
             continue
         one = shape[2] == 1 and block >= 1
@@ -149,7 +150,7 @@ def _check_means(function: str, q: Scaled, k: Scaled, v: Scaled, batch: int) -> 
     shape = (batch, *k.data.shape[-2:])
     found, wanted = tuple(k.mean.shape), f"{shape} (batch, heads, head_dim)"
     expect(found == shape, function, "k.mean.shape", wanted, found)
-    _check_float32(function, "k.mean", k.mean, q.data)
+    check_float32(function, "k.mean", k.mean, q.data.device, "q")
 
 
 def check_out_dtype(function: str, dtype: torch.dtype, asked: torch.dtype | None) -> None:
@@ -158,13 +159,6 @@ def check_out_dtype(function: str, dtype: torch.dtype, asked: torch.dtype | None
     legal = (None, *OUT_DTYPES) if scaled else (None, dtype)
     wanted = f"None or one of {OUT_DTYPES}" if scaled else f"None or {dtype} as q's"
     expect(asked in legal, function, "out_dtype", wanted, asked)
-
-
-def _check_float32(function: str, name: str, x: Metadata, q: Metadata) -> None:
-    found, wanted = x.dtype, torch.float32
-    expect(found == wanted, function, f"{name}.dtype", wanted, found)
-    found, wanted = x.device, f"{q.device} as q's"
-    expect(found == q.device, function, f"{name}.device", wanted, found)
 
 
 def _check_num_blocks(

@@ -21,6 +21,7 @@ from .arguments import expect_strided
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
+from .tensor_checks import check_device, check_equal
 from .tensor_fields import EDGES, FOUND, ROWS, SCORE_ARGUMENTS, SCORE_TENSORS, TENSORS, schema
 from .value_checks import check_same_values, is_checked
 
@@ -297,8 +298,7 @@ def with_keys_in_rows(tensors: Tensors, options: Options) -> tuple[Tensors, Opti
     expect(edges.ndim == 1, function, "cu_seqlens_q.shape", "one-dimensional", tuple(edges.shape))
     (batch, seqlen), entries = k.shape[:2], edges.shape[0] - 1
     expect(batch == entries, function, "k.shape[0]", f"{entries} (batch)", batch)
-    wanted = f"{(batch, seqlen)} as k's"
-    expect(v.shape[:2] == k.shape[:2], function, "v.shape[:2]", wanted, tuple(v.shape[:2]))
+    check_equal(function, "v.shape[:2]", tuple(v.shape[:2]), (batch, seqlen), "k")
     longest = options.max_seqlen_k
     longest = seqlen if longest is None else min(seqlen, longest)
     edges = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * seqlen
@@ -313,10 +313,9 @@ def _check_edges(function: str, what: str, own: Tensor | None, given: object) ->
     if own is None or given is None:
         wanted, got = ("None", "a tensor") if given is None else ("the call's", None)
         expect(False, function, what, wanted, got)
-    wanted, got = tuple(given.shape), tuple(own.shape)
-    expect(got == wanted, function, f"{what}.shape", f"{wanted} as the call's", got)
-    wanted = f"{given.device} as the call's"
-    expect(own.device == given.device, function, f"{what}.device", wanted, own.device)
+    sizes = tuple(own.shape), tuple(given.shape)
+    check_equal(function, f"{what}.shape", *sizes, "the call")
+    check_device(function, what, own, given.device, "the call")
     if is_checked(given.device) and not is_traced():
         check_same_values(function, what, own, given)
 

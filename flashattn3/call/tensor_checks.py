@@ -10,7 +10,23 @@ from .metadata import Metadata
 
 def check_device(function: str, name: str, x: Metadata, device: torch.device, of: str) -> None:
     """of: name of the tensor whose device it is."""
-    expect(x.device == device, function, f"{name}.device", f"{device} as {of}'s", x.device)
+    check_equal(function, f"{name}.device", x.device, device, of)
+
+
+def check_equal(function: str, what: str, found: object, wanted: object, of: str) -> None:
+    """Raise unless a property is that of another tensor, whose name is ``of``."""
+    expect(found == wanted, function, what, f"{wanted} as {of}'s", found)
+
+
+def check_dense(function: str, name: str, x: Metadata, wanted: object = 1) -> None:
+    """Raise unless the elements of a row lie side by side."""
+    expect(x.rows_are_dense, function, f"{name}.stride(-1)", wanted, tuple(x.stride)[-1])
+
+
+def check_float32(function: str, name: str, x: Metadata, device: torch.device, of: str) -> None:
+    """of: as in ``check_device``."""
+    expect(x.dtype == torch.float32, function, f"{name}.dtype", torch.float32, x.dtype)
+    check_device(function, name, x, device, of)
 
 
 def check_given(

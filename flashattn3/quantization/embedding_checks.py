@@ -11,6 +11,7 @@ from ..call.arguments import boolean, expect_strided, integer, real
 from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype
 from ..call.hadamard import is_rotatable
 from ..call.quantization_limits import BLOCKS
+from ..call.tensor_checks import check_device
 from ..call.value_checks import is_checked
 from ..errors import expect, shown, type_error
 from ..modes import is_traced
@@ -105,7 +106,7 @@ def _expect_tensor(
     if x.dtype not in dtypes:
         raise type_error(FUNCTION, f"{name}.dtype", f"one of {dtypes}", x.dtype)
     expect(tuple(x.shape) == shape, FUNCTION, f"{name}.shape", shape, tuple(x.shape))
-    expect(x.device == q.device, FUNCTION, f"{name}.device", f"{q.device} as q's", x.device)
+    check_device(FUNCTION, name, x, q.device, "q")
 
 
 def _check_rotary(q, cos, sin, positions, cu_seqlens, longest: int | None) -> None:

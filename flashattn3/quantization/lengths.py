@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..call.arguments import length
+from ..call.tensor_checks import check_device
 from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
 from ..modes import is_traced
@@ -32,8 +33,7 @@ def checked_lengths(
         raise type_error(function, f"{name}.dtype", torch.int32, cu_seqlens.dtype)
     shape, wanted = tuple(cu_seqlens.shape), "(batch + 1,), at least (1,)"
     expect(len(shape) == 1 and shape[0] >= 1, function, f"{name}.shape", wanted, shape)
-    found, wanted = cu_seqlens.device, f"{x.device} as {of}'s"
-    expect(found == x.device, function, f"{name}.device", wanted, found)
+    check_device(function, name, cu_seqlens, x.device, of)
     longest = length(function, "max_seqlen", max_seqlen)
     if is_checked(x.device) and not is_traced():
         lengths = check_edges(function, name, cu_seqlens, x.shape[0])
