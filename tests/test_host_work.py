@@ -166,6 +166,7 @@ APPEND_ON_HOPPER, KEPT_ON_HOPPER, KEPT_APPEND_ON_HOPPER = 126, 24, 38
 NEXT_TOKEN_ON_HOPPER = {"dynamic": 35, "static": 41}
 FORWARD_OPERATOR, BACKWARD_OPERATOR = 44, 48
 LENGTHS = torch.tensor([700, 100, 224])
+PARENTS = torch.arange(-1, 1023)
 SEEN = torch.ones(1024, 1024, dtype=torch.bool)
 BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 1024, 1024, "cpu")
 MASKS = {
@@ -173,6 +174,7 @@ MASKS = {
     "prefix_lm": (33, lambda: masks.prefix_lm(LENGTHS[:1], 1024)),
     "blocks": (42, lambda: masks.blocks(SEEN[None, None, :8, :8], 128, 128, seqlen_q=1024)),
     "from_bool": (42, lambda: masks.from_bool(SEEN)),
+    "tree": (41, lambda: masks.tree(PARENTS)),
     "from_block_mask": (66, lambda: masks.from_block_mask(BLOCK_MASK)),
 }
 

@@ -68,11 +68,23 @@ CASES = {
     "bools-odd": lambda: masks.from_bool(given(randoms(13, 2, 150, 133, high=2).bool())),
     "blocks-small": lambda: masks.blocks(given(randoms(11, 1, 2, 9, 7, high=2).bool()), 30, 20),
     "tree": lambda: masks.tree(given(torch.tensor([[-1, 0, 0, 2, 1] * 30, [*range(-1, 149)]]))),
+    "tree-deep": lambda: masks.tree(given(torch.stack(deep_trees()))),
+    "tree-whole-blocks": lambda: masks.tree(given(torch.arange(-1, 255).short())),
+    "tree-strided": lambda: masks.tree(given(torch.stack(deep_trees(), 1)).T),
+    "tree-beyond": lambda: masks.tree(given(randoms(14, 300, high=900) - 300)),
     "block-mask": lambda: masks.from_block_mask(
         create_block_mask(of_heads, 2, 3, 200, 300, DEVICE)
     ),
     "bools-strided": lambda: masks.from_bool(given(randoms(9, 300, 65, 2, high=2).bool().mT.mT.T)),
 }
+
+
+def deep_trees():
+    """Answers to a prompt of more than two blocks, and parents near and far."""
+    answers = torch.arange(-1, 449)
+    answers[300::41] = 290
+    far = (torch.rand(450, generator=torch.manual_seed(15)) * torch.arange(450)).long() - 1
+    return answers, torch.where(torch.arange(450) % 7 == 0, far, torch.arange(-1, 449))
 
 
 def of_heads(b, h, q, k):
@@ -127,6 +139,8 @@ SAMPLES = {
     ),
     "bits-of-kinds": ("bits_kernel", (None, "i1", "i64"), BITS, OF_BLOCKS, (0, 0, 0)),
     "ids": ("documents_of_ids_kernel", ("i32", "i32"), {}, (8192,)),
+    "ancestors": ("ancestors_kernel", ("i64", "i64"), {}, (8192,)),
+    "tree": ("tree_kernel", ("i64", "i64"), {}, (1, 8192, 8192)),
     "block-kinds": ("block_kinds_kernel", ("i32",) * 5, {}, (64,)),
 }
 for source, types in SOURCES.items():
@@ -163,15 +177,19 @@ def test_kernels_compile_for_every_chip(capability, compilers):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ("lengths", "ids"))
+@pytest.mark.parametrize("name", ("lengths", "ids", "tree"))
 def test_a_graph_of_a_builder_follows_its_values_and_waits_for_nothing(name):
     if not GPU:
         pytest.skip("needs a GPU")
     values = [given(randoms(seed, 1, 40, high=9)) for seed in (1, 2)]
     if name == "ids":
         values = [given(runs(seed, 1, 300, 50)) for seed in (1, 2)]
+    if name == "tree":
+        values = [given(x[:300].clone()) for x in deep_trees()]
 
     def build(x):
+        if name == "tree":
+            return masks.tree(x)
         return masks.documents(**{name: x}, seqlen=300 if name == "lengths" else None, causal=True)
 
     given_later = values[0].clone()

@@ -24,7 +24,7 @@ from .arguments import (
     without_copies,
 )
 from .block_lists import BLOCK_COLUMNS, BLOCK_ROWS, Grid
-from .construction import of_block_predicate, of_predicate, of_source
+from .construction import MOST_SCORES, of_block_predicate, of_predicate, of_source
 from .mask import Mask
 
 
@@ -312,25 +312,29 @@ def tree(parents: Tensor) -> Mask:
         parents: integer tensor (seqlen,) or (batch, seqlen), the parent of each token, which comes
             before it; -1: none.
 
-    It is computed for every score, and any block may be partial: the mask has room for
-    seqlen**2 / 4 bytes of bits for each row.
+    Any block may be partial: the mask has room for seqlen**2 / 4 bytes of bits for each row.
 
     Raises: TypeError, ValueError: a parent that does not come before its token, where values are
         checked.
     """
     function = "masks.tree"
     parents = checked_tensor(function, "parents", parents, "(batch, seqlen)", 1, 2)
-    parents = torch.atleast_2d(parents).long()
     seqlen = parents.shape[-1]
-    before = torch.arange(-1, seqlen - 1, device=parents.device)
     check_bounds(function, "parents", parents, -1, seqlen - 1)
     name = "each token minus its parent"
-    check_bounds(function, name, parents, 1, seqlen, of=lambda x: before + 1 - x)
-    first, last = trees.visits(torch.minimum(parents, before))
+    check_bounds(function, name, parents, 1, seqlen, of=_distances)
+    grid = Grid(parents.shape[0] if parents.ndim == 2 else 1, 1, seqlen, seqlen)
+    if 0 < grid.num_scores <= MOST_SCORES and triton_lists.serve(parents.device):
+        return Mask(*triton_lists.of_tree(grid, parents), seqlen, seqlen)
+    first, last = trees.visits(torch.atleast_2d(parents))
 
     def visible(batch_idx: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visit = first[batch_idx, query]
         return (first[batch_idx, key] <= visit) & (visit < last[batch_idx, key])
 
-    grid = Grid(parents.shape[0], 1, seqlen, seqlen)
     return of_predicate(grid, visible, parents)
+
+
+def _distances(parents: Tensor) -> Tensor:
+    """From each token to its parent."""
+    return torch.arange(parents.shape[-1], device=parents.device) - parents.long()

@@ -52,33 +52,28 @@ def _of_sides(grid: Grid, kinds, words, most_partial, exact: bool = False) -> Ma
 MOST_SCORES = 2**30
 
 
-def _of_predicate(grid: Grid, visible, like: Tensor, kinds, most_partial=(None, None)) -> Mask:
-    """kinds, most_partial: as ``_of_sides`` takes them. like: a tensor on the device."""
-    if 0 < grid.num_scores <= MOST_SCORES and triton_lists.serve(like.device):
-        code = code_of(visible, like.device)
-        if code is not None:
-            lists = triton_lists.of_code(grid, code, None, most_partial)
-            return Mask(*lists, grid.rows, grid.columns)
-    words = partial(words_of_predicate, visible=visible)
-    return _of_sides(grid, kinds, words, most_partial)
-
-
 def of_predicate(grid: Grid, visible, like: Tensor) -> Mask:
-    """The mask of ``visible(batch_idx, head, query, key)``, which is computed for every score.
-    like: a tensor on the device."""
+    """The mask of ``visible(batch_idx, head, query, key)``, which is computed for every score, by
+    torch operations. like: a tensor on the device."""
 
     def kinds(of: Grid, _: bool) -> Tensor:
         return torch.full(of.shape, PARTIAL, dtype=torch.int8, device=like.device)
 
-    return _of_predicate(grid, visible, like, kinds)
+    return _of_sides(grid, kinds, partial(words_of_predicate, visible=visible), (None, None))
 
 
 def of_block_predicate(
     grid: Grid, visible, seen: Tensor, full: Tensor, block_q: int, block_k: int, most_partial
 ) -> Mask:
-    """The same, computed where blocks of block_q x block_k are seen and not full."""
+    """The same, computed where blocks of block_q x block_k are seen and not full, or by a kernel
+    for every score."""
+    if 0 < grid.num_scores <= MOST_SCORES and triton_lists.serve(seen.device):
+        code = code_of(visible, seen.device)
+        if code is not None:
+            lists = triton_lists.of_code(grid, code, None, most_partial)
+            return Mask(*lists, grid.rows, grid.columns)
 
     def kinds(of: Grid, transposed: bool) -> Tensor:
         return block_kinds.of_blocks(of, seen, full, block_q, block_k, transposed)
 
-    return _of_predicate(grid, visible, seen, kinds, most_partial)
+    return _of_sides(grid, kinds, partial(words_of_predicate, visible=visible), most_partial)

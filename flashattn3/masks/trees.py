@@ -10,14 +10,16 @@ from torch import Tensor
 def visits(parents: Tensor) -> tuple[Tensor, Tensor]:
     """When the visit of each token begins and ends, int64 (batch, seqlen).
 
-    parents: int64 (batch, seqlen), before their children; negative: none.
+    parents: integers (batch, seqlen); negative: none. A later one counts as the token before.
 
     Sums along the ways to the root take log2(seqlen) steps, each with ancestors twice as far away
     (pointer jumping, Wyllie 1979).
     """
     seqlen = parents.shape[1]
     # Token 0 is above all others. It is its own parent, so that its size counts no tokens.
-    parent = torch.nn.functional.pad(parents.clamp(min=-1) + 1, (1, 0), value=-1)
+    before = torch.arange(-1, seqlen - 1, device=parents.device)
+    parent = torch.minimum(parents.long(), before).clamp(min=-1)
+    parent = torch.nn.functional.pad(parent + 1, (1, 0), value=-1)
     ancestors = [parent.clamp(min=0)]
     for _ in range(seqlen.bit_length() - 1):
         ancestors.append(ancestors[-1].gather(1, ancestors[-1]))

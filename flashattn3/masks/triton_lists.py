@@ -66,12 +66,13 @@ def _launch_of_code(
 @cache
 def _launch(name: str, types: object, index: int | None, **constants: object) -> VariableLaunch:
     """A kernel on one device. types: those of tensors that are not always the same."""
-    from ..backends.triton.kernels import mask_bits, mask_lists, mask_spans
+    from ..backends.triton.kernels import mask_bits, mask_lists, mask_spans, mask_trees
     from ..backends.triton.kernels.variable_launch import VariableLaunch
 
-    num_warps = {"bits_kernel": 8, "tiles_kernel": 8, "block_kinds_kernel": 1}.get(name, 4)
-    kernel = next(vars(x)[name] for x in (mask_lists, mask_bits, mask_spans) if hasattr(x, name))
-    return VariableLaunch(kernel, 16, constants, {"num_warps": num_warps})
+    num_warps = {"bits_kernel": 8, "tree_kernel": 8, "tiles_kernel": 8, "block_kinds_kernel": 1}
+    modules = mask_lists, mask_bits, mask_spans, mask_trees
+    kernel = next(vars(x)[name] for x in modules if hasattr(x, name))
+    return VariableLaunch(kernel, 16, constants, {"num_warps": num_warps.get(name, 4)})
 
 
 class Source(NamedTuple):
@@ -206,6 +207,17 @@ def of_code(
     launch = _launch_of_code(lines, seen, types, len(numbers), given, device.index)
     given = *tensors, *of_blocks
     return _of_bits(launch, grid, given, (), (*about, *numbers), device, most_partial)
+
+
+def of_tree(grid: Grid, parents: Tensor) -> tuple[BlockLists, BlockLists]:
+    """The same of a tree. parents: as ``trees.visits`` takes them, with batch 1 also (seqlen,)."""
+    parents, device = parents.contiguous(), parents.device
+    ancestors = torch.empty((grid.batch, 3, grid.rows), dtype=torch.int64, device=device)
+    launch = _launch("ancestors_kernel", parents.dtype, device.index)
+    programs = grid.shape[2], grid.batch, 1
+    _on_device(device, launch, programs, (parents, ancestors), (), (grid.rows,))
+    launch = _launch("tree_kernel", None, device.index)
+    return _of_bits(launch, grid, (ancestors,), (), (), device, (None, None))
 
 
 def _of_bits(
