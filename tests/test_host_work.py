@@ -168,14 +168,17 @@ FORWARD_OPERATOR, BACKWARD_OPERATOR = 44, 48
 LENGTHS = torch.tensor([700, 100, 224])
 PARENTS = torch.arange(-1, 1023)
 SEEN = torch.ones(1024, 1024, dtype=torch.bool)
-BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 1024, 1024, "cpu")
+IDS = torch.arange(1024) // 300
+BLOCK_MASK = create_block_mask(
+    lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k), 1, 1, 1024, 1024, "cpu"
+)
 MASKS = {
     "documents": (36, lambda: masks.documents(LENGTHS, seqlen=1024, causal=True)),
     "prefix_lm": (33, lambda: masks.prefix_lm(LENGTHS[:1], 1024)),
     "blocks": (42, lambda: masks.blocks(SEEN[None, None, :8, :8], 128, 128, seqlen_q=1024)),
     "from_bool": (42, lambda: masks.from_bool(SEEN)),
     "tree": (41, lambda: masks.tree(PARENTS)),
-    "from_block_mask": (66, lambda: masks.from_block_mask(BLOCK_MASK)),
+    "from_block_mask": (53, lambda: masks.from_block_mask(BLOCK_MASK)),
 }
 
 

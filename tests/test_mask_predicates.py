@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flashattn3 import masks
-from flashattn3.masks import triton_lists
+from flashattn3.masks import known_code, triton_lists
+from flashattn3.masks.known_code import known_code_of
 from flashattn3.masks.predicates import code_of
 
 triton = pytest.importorskip("triton")
@@ -101,6 +102,55 @@ def test_functions_that_differ_in_values_have_one_code():
     one, other = of(IDS, 5), of(IDS[:50].contiguous(), 1)
     assert one[:2] == other[:2]
     assert one.numbers != other.numbers
+
+
+def windows_of(*variables):
+    """mask_mods with one body that read some variables, each in a way of its own."""
+    ids, others, limit = variables
+
+    def of_closure(b, h, q, k):
+        return (ids[q] == others[k]) & (k < limit)
+
+    def of_a_default(b, h, q, k, limit=limit):
+        return k < limit
+
+    def of_a_call(b, h, q, k):
+        return of_closure(b, h, q, k) | (q.abs() < 3)
+
+    def of_a_function(b, h, q, k):
+        return (lambda x: x < limit)(q)
+
+    return of_closure, of_a_default, of_a_call, of_a_function, lambda b, h, q, k: k < HIDDEN[0]
+
+
+HIDDEN = [5]
+
+
+def test_a_code_is_that_of_the_function_whatever_came_before():
+    longer = torch.arange(2, 64, device=DEVICE)
+    given = (
+        *((IDS, IDS, 5), (IDS + 1, IDS + 1, 5), (IDS, IDS + 1, 5), (IDS, IDS, 6), (IDS, IDS, 1)),
+        *((IDS, IDS, True), (IDS.int(), IDS, 5), (STRIDED, IDS, 5), (longer, IDS, 5)),
+        *((IDS, IDS, LIMIT), (IDS, IDS, LIMIT - 1), (IDS, IDS, 2.5), (IDS, IDS, 3.5)),
+    )
+    for variables in (*given, *given):
+        HIDDEN[0] += 1
+        for mask_mod in windows_of(*variables):
+            wanted, got = code_of(mask_mod, DEVICE), known_code_of(mask_mod, DEVICE)
+            assert got.lines == wanted.lines and got.seen == wanted.seen
+            assert got.numbers == wanted.numbers
+            for x, y in zip(got.tensors, wanted.tensors, strict=True):
+                assert x.is_contiguous() and torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "mask_mod", [lambda b, h, q, k: IDS[q] == IDS[k], windows_of(IDS, IDS, 5)[0]]
+)
+def test_a_function_like_an_earlier_one_is_not_traced(mask_mod, monkeypatch):
+    wanted = known_code_of(mask_mod, DEVICE)
+    monkeypatch.setattr(known_code, "code_of", None)
+    assert known_code_of(mask_mod, DEVICE) == wanted
+    assert wanted.tensors == (IDS,)
 
 
 def test_an_error_of_a_mask_mod_is_its_own(monkeypatch):

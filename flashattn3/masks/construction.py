@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import block_kinds, triton_lists
 from .block_lists import PARTIAL, Grid, assembled, words_of_predicate, words_of_spans
+from .known_code import known_code_of
 from .mask import Mask
-from .predicates import code_of
 
 
 def of_source(
@@ -68,7 +68,7 @@ def of_block_predicate(
     """The same, computed where blocks of block_q x block_k are seen and not full, or by a kernel
     for every score."""
     if 0 < grid.num_scores <= MOST_SCORES and triton_lists.serve(seen.device):
-        code = code_of(visible, seen.device)
+        code = known_code_of(visible, seen.device)
         if code is not None:
             lists = triton_lists.of_code(grid, code, None, most_partial)
             return Mask(*lists, grid.rows, grid.columns)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import expect, shown, type_error, value_error
+from ..errors import shown, type_error, value_error
 from . import triton_lists
 from .arguments import checked_tensor, without_copies
 from .block_lists import BlockLists, Grid
 from .construction import MOST_SCORES, of_block_predicate, of_predicate
+from .known_code import known_code_of
 from .mask import Mask
-from .predicates import Code, code_of
+from .predicates import Code
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -67,14 +68,15 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
         wanted = "a BlockMask of torch.nn.attention.flex_attention"
         raise type_error(function, "block_mask", wanted, shown(block_mask))
     indices = block_mask.kv_indices
-    expect(indices.ndim == 4, function, "block_mask.kv_indices.shape", "of four axes",
-           tuple(indices.shape))  # fmt: skip
+    if indices.ndim != 4:
+        name = "block_mask.kv_indices.shape"
+        raise value_error(function, name, "of four axes", tuple(indices.shape))
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
     grid = Grid(*indices.shape[:2], queries, keys)
     by_kernels = triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_SCORES
     # Code reads tensors of the device alone.
-    code = code_of(block_mask.mask_mod, indices.device) if by_kernels else None
+    code = known_code_of(block_mask.mask_mod, indices.device) if by_kernels else None
     if code is None:
         _expect_same_device(function, block_mask.mask_mod, indices.device)
     if by_kernels and (code is not None or block_k % 8 == 0):
@@ -101,7 +103,10 @@ def _lists_by_kernels(
     given = block_mask.kv_num_blocks, block_mask.kv_indices
     given += block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     # BlockMask.from_kv_blocks takes int64 too.
-    given = [x if x is None or x.dtype == torch.int32 else x.int() for x in given]
+    given = [
+        x if x is None or (x.dtype == torch.int32 and x.is_contiguous()) else x.int().contiguous()
+        for x in given
+    ]
     lists = triton_lists.BlockMaskLists(*given, *block_mask.BLOCK_SIZE)
     if code is not None:
         return triton_lists.of_code(grid, code, lists, (None, None))

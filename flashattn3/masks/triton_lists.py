@@ -125,7 +125,7 @@ def _documents_of_ids(grid: Grid, ids: Tensor) -> Tensor:
 
 class BlockMaskLists(NamedTuple):
     """The lists of blocks of a block mask: the numbers and indices of those that it lists, and of
-    full ones or None. They are int32; the first ``counts`` of each list count."""
+    full ones or None. They are int32 and contiguous; the first ``counts`` of each list count."""
 
     counts: Tensor
     indices: Tensor
@@ -140,8 +140,7 @@ class BlockMaskLists(NamedTuple):
         return self.block_q % BLOCK_ROWS == 0 and self.block_k % BLOCK_ROWS == 0
 
     def blocks(self) -> Blocks:
-        given = [x if x is None else x.contiguous() for x in self[:4]]
-        indices = self.indices
+        given, indices = self[:4], self.indices
         kinds = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
         launch = _launch("block_kinds_kernel", given[2] is None, indices.device.index)
         programs, numbers = (self.counts.numel(), 1, 1), (indices.shape[-1],)
@@ -197,9 +196,7 @@ def of_code(
     if block_mask is not None:
         *of_blocks, block_q, block_k = block_mask
         about = block_q, block_k, *block_mask.indices.shape[2:]
-        if block_mask.is_whole:
-            of_blocks = [x if x is None else x.contiguous() for x in of_blocks]
-        else:
+        if not block_mask.is_whole:
             of_blocks = None, block_mask.blocks().kinds, None, None
     device = (tensors[0] if block_mask is None else block_mask.indices).device
     types = tuple([x.dtype for x in tensors])

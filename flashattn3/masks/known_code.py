@@ -1,0 +1,60 @@
+"""The code of a mask_mod that is like an earlier one, which is not traced again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FunctionType
+
+import torch
+from torch import Tensor
+
+from .predicates import Code, code_of
+
+_MOST = 1024
+_known: dict[tuple, Code] = {}
+_NUMBERS = frozenset((int, bool))
+_VARIABLES = _NUMBERS | {Tensor, torch.nn.Parameter}
+
+
+def known_code_of(mask_mod: Callable[..., Tensor], device: torch.device) -> Code | None:
+    """``code_of``, which traces functions with one body once, if all that they read are integers
+    and bools, of one value, and tensors, of one dtype and shape. It traces others in each call."""
+    variables = _variables_of(mask_mod)
+    if variables is None:
+        return code_of(mask_mod, device)
+    addresses = [*map(id, variables)]
+    key = [mask_mod.__code__, device]
+    for x in variables:
+        if type(x) in _NUMBERS:
+            key += type(x), x
+        else:
+            plain = x.layout is torch.strided and x.is_contiguous()
+            key += type(x), x.dtype, x.device, x.shape, plain, addresses.index(id(x))
+    key = tuple(key)
+    known = _known.get(key)
+    if known is not None:
+        lines, seen, places, numbers = known
+        return Code(lines, seen, tuple([variables[i] for i in places]), numbers)
+    code = code_of(mask_mod, device)
+    if code is not None and {*map(id, code.tensors)}.issubset(addresses):
+        if len(_known) >= _MOST:
+            _known.clear()
+        places = [addresses.index(id(x)) for x in code.tensors]
+        _known[key] = code._replace(tensors=tuple(places))
+    return code
+
+
+def _variables_of(function: object) -> list | None:
+    """The values that a function reads beside its arguments: those of its closure and globals. None
+    if it has others, or calls something by name."""
+    if type(function) is not FunctionType or function.__defaults__ or function.__kwdefaults__:
+        return None
+    code, of_module = function.__code__, function.__globals__
+    try:
+        found = [x.cell_contents for x in function.__closure__ or ()]
+        found += [of_module[name] for name in code.co_names]
+    except (KeyError, ValueError):  # a method or a builtin; a variable that is not assigned yet
+        return None
+    if CodeType in map(type, code.co_consts) or not _VARIABLES.issuperset(map(type, found)):
+        return None
+    return found
