@@ -812,6 +812,12 @@ def check_the_grid_of_an_append(host):
     new = tensors(64, 1, 128)
     rotary = {"rotary_cos": table, "rotary_sin": table}
     assert append(*new, **rotary, q=q) == [[3 * 64, 256, 0]]
+    one = torch.tensor(2.0)
+    passed = [
+        events_of(host, partial(append_kvcache, *new, cache_seqlens=5, k_descale=x, v_descale=x))
+        for x in (one, one.expand(1), one.expand(64, 8))
+    ]
+    assert passed[0] == passed[1] == passed[2] and one.data_ptr() in passed[0][1], passed
     # In halves a thread takes two vectors of each of two heads.
     whole = tensors(1, 8192, 128)
     assert append(*whole, **rotary, rotary_interleaved=False) == [[2048, 256, 0]]
