@@ -12,6 +12,9 @@ from typing import NamedTuple
 import forked
 import pytest
 import torch
+from support.cases import FORWARD_CASES, call
+from support.rounding import gradient_rounding, out_rounding
+from support.tolerance import check_lse, score_floor
 
 from flashattn3.backends.device import DeviceInfo, default_lowering, describe_device
 from flashattn3.backends.hopper.kernel_configs import all_configs
@@ -25,18 +28,12 @@ from flashattn3.call.problem import describe
 from flashattn3.run import cached_plans
 from flashattn3.run.launches import cached_launch_cache
 from flashattn3_bench.checking import (
-    FORWARD_CASES,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     attention,
-    call,
     check,
-    check_lse,
-    gradient_rounding,
     gradients,
     max_logit,
-    out_rounding,
-    score_floor,
     score_rounding,
 )
 

@@ -17,14 +17,9 @@ from helpers import (
     quick_case,
     swept_case,
 )
+from support.cases import FORWARD_CASES, call
 
-from flashattn3_bench.checking import (
-    FORWARD_CASES,
-    call,
-    gradients,
-    make_inputs,
-    make_output_gradients,
-)
+from flashattn3_bench.checking import gradients, make_inputs, make_output_gradients
 from flashattn3_bench.checking.cases import dense, varlen
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

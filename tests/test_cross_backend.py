@@ -9,25 +9,23 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU
+from support.cases import call
 from support.fp8 import make_fp8_inputs
+from support.tolerance import FP8_LSE_TOLERANCE, check_exp2_lse, check_lse
 
 from flashattn3_bench.checking import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     Case,
     attention,
-    call,
     check,
-    check_exp2_lse,
     check_fp8,
-    check_lse,
     gradients,
     make_inputs,
     make_output_gradients,
 )
 from flashattn3_bench.checking.cases import dense, varlen
 from flashattn3_bench.checking.shapes import NAMED_SHAPES
-from flashattn3_bench.checking.tolerance import FP8_LSE_TOLERANCE
 
 SMALL = (
     dense("two-tiles", (200, 300), heads=(4, 2), causal=True, batch=1),

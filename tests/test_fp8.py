@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from helpers import EVERY_BACKEND, GPU, case_named
+from support.cases import FORWARD_CASES, call
 from support.fp8 import FORMS, make_fp8_inputs
+from support.tolerance import FP8_LSE_TOLERANCE, check_exp2_lse, check_lse, score_floor
 from torch.nn.functional import pad
 
 from flashattn3 import (
@@ -30,22 +32,16 @@ from flashattn3.call.operands import Scaled, Tensors
 from flashattn3.quantization import block_fp8
 from flashattn3.run.operators import operator_arguments
 from flashattn3_bench.checking import (
-    FORWARD_CASES,
     FORWARD_FACTOR,
     FP8_OF_16_BIT,
     FP8_OF_QUANTIZED,
     INT8_OF_QUANTIZED,
     attention,
-    call,
     check,
-    check_exp2_lse,
     check_fp8,
-    check_lse,
     make_inputs,
-    score_floor,
 )
 from flashattn3_bench.checking.cases import dense, varlen
-from flashattn3_bench.checking.tolerance import FP8_LSE_TOLERANCE
 
 poisoned = pytest.mark.usefixtures("poisoned_memory")
 # Blocks of q, k and v that end elsewhere than the tiles, and more than one of each.

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import GPU
+from support.cached_distributions import cases, misses, needle, needle_error, store
 
 from flashattn3 import flash_attn_with_kvcache
-from flashattn3_bench.checking.cached_distributions import (
-    cases,
-    misses,
-    needle,
-    needle_error,
-    store,
-)
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 BACKEND = "triton" if GPU else "reference"

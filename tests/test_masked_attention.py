@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 from helpers import GPU, TRITON_DTYPES, needs_hopper, on_hopper_gpu
+from support.rounding import gradient_rounding, out_rounding
 from test_masks import random_case
 from torch.nn.functional import pad
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, masks
 from flashattn3.call.operands import Tensors
-from flashattn3_bench.checking.rounding import gradient_rounding, out_rounding
 from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
 
 DEVICE = "cuda" if GPU else "cpu"

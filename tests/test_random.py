@@ -13,26 +13,28 @@ import pytest
 import torch
 from helpers import EVERY_BACKEND, GPU, SIXTEEN_BIT, TRITON_DTYPES, forward_holds, gradients_hold
 from hypothesis import HealthCheck, given, seed, settings
+from support.cases import call
 from support.fp8 import make_fp8_inputs, scales_of_v
+from support.rounding import FLOAT32_EPS, dropped_values
 from support.strategies import random_cases, random_fp8_problems
+from support.tolerance import (
+    FP8_DROPPED_WEIGHT,
+    FP8_EXP2_ERROR,
+    check_lse,
+    check_rounded_p,
+    score_floor,
+)
 
 from flashattn3 import BlockScaled
 from flashattn3_bench.checking import (
     E4M3_TRUNCATION,
-    FLOAT32_EPS,
     FORWARD_FACTOR,
     attention,
-    call,
     check,
-    check_lse,
-    check_rounded_p,
-    dropped_values,
     make_inputs,
     make_output_gradients,
-    score_floor,
     score_rounding,
 )
-from flashattn3_bench.checking.tolerance import FP8_DROPPED_WEIGHT, FP8_EXP2_ERROR
 
 # On a GPU nearly every example of Triton's is a set of kernels to compile: few head dims, and
 # chunks that pytest-xdist can spread.

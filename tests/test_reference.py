@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
+from support.cases import FORWARD_CASES
 from support.strategies import random_cases
+from support.tolerance import check_lse, score_floor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,17 +26,14 @@ from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.run.operators import plan_of
 from flashattn3_bench.checking import (
-    FORWARD_CASES,
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
     Case,
     attention,
     check,
-    check_lse,
     gradients,
     make_inputs,
     make_output_gradients,
-    score_floor,
 )
 from flashattn3_bench.checking.cases import dense, varlen
 from flashattn3_bench.checking.shapes import NAMED_SHAPES, OTHER_DIMS, PAPER_GRID

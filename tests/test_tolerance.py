@@ -7,6 +7,14 @@ import math
 import pytest
 import torch
 from support.fp8 import FORMS, make_fp8_inputs, scales_of_v
+from support.rounding import dropped_values, gradient_rounding, out_rounding
+from support.tolerance import (
+    FP8_DROPPED_WEIGHT,
+    check_exp2_lse,
+    check_lse,
+    check_rounded_p,
+    score_floor,
+)
 
 from flashattn3 import BlockScaled
 from flashattn3.call.operands import Tensors
@@ -15,20 +23,12 @@ from flashattn3_bench.checking import (
     GRADIENT_FACTOR,
     attention,
     check,
-    check_exp2_lse,
-    check_lse,
-    check_rounded_p,
-    dropped_values,
-    gradient_rounding,
     gradients,
     make_inputs,
     make_output_gradients,
-    out_rounding,
-    score_floor,
 )
 from flashattn3_bench.checking.cases import dense, varlen
 from flashattn3_bench.checking.fp64_reference import heads_of
-from flashattn3_bench.checking.tolerance import FP8_DROPPED_WEIGHT
 
 CASE = dense("causal-empty-rows", (129, 65), (4, 2), causal=True)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

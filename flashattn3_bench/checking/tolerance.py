@@ -4,15 +4,15 @@ The error against a float64 truth may be ``factor`` times the error of plain PyT
 own precision (``reference.attention`` in the inputs' dtype), plus a floor for the rounding that
 PyTorch happens not to do. It is held for the largest error and for the root mean square error: the
 first finds one wrong element, the second a result that is slightly wrong everywhere. inf and NaN
-must stand where they stand in the fp64 reference. The log-sum-exp has an absolute gate instead,
-because the baseline's is not kept in 16 bits.
+must stand where they stand in the fp64 reference. The log-sum-exp has an absolute gate instead
+(tests/support/tolerance.py), because the baseline's is not kept in 16 bits.
 
 PyTorch's error is a sample. Of few rows and keys it may be 0 by luck, where a kernel that is as
 right is off by a unit in the last place. So a result that has more error passes if each of its
 elements is within what the roundings of the algorithm can do to it, a bound that follows from the
-arithmetic alone (rounding.py) and from no measurement. With many keys the bound admits hardly more
-than PyTorch's error: with 65 to 2000 keys a planted scale is found if it is 1.0 to 1.3 times as
-wrong as without the bound, and planted noise as before.
+arithmetic alone (tests/support/rounding.py) and from no measurement. With many keys the bound
+admits hardly more than PyTorch's error: with 65 to 2000 keys a planted scale is found if it is 1.0
+to 1.3 times as wrong as without the bound, and planted noise as before.
 
 Where tensor cores multiply e4m3 there is no such baseline: P may be rounded to e4m3, and sums be
 kept in fewer bits than float32's. Against the exact attention of the quantized inputs the result
@@ -30,7 +30,6 @@ from torch import Tensor
 
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
-LSE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 # By what a kernel accumulates in, for values of order one: eighty roundings of float32, since sums
 # over a head dim that cancel (delta and dP of a row with one key) round as often as it is long. In
 # float64 the fp64 reference is its own baseline, with no error to multiply, so there the floor has
@@ -54,12 +53,6 @@ FP8_OF_QUANTIZED = Fp8Bounds(0.04, 0.999)
 # before (0.031), the four of a case with one query by 0.051.
 INT8_OF_QUANTIZED = Fp8Bounds(0.055, 0.998)
 FP8_OF_16_BIT = Fp8Bounds(0.07, 0.997)
-FP8_LSE_TOLERANCE = 5e-3
-# Errors of sums of such codes: of one row, which may have one key that counts, and of all of them;
-# int8 rows whose keys are alike are off together.
-FP8_EXP2_ERROR, FP8_EXP2_RMS_ERROR, INT8_EXP2_RMS_ERROR = 1 / 12, 0.02, 0.05
-# Codes end at 2^-7, and when a row's reference is set, its largest P becomes 2^5 at least.
-FP8_DROPPED_WEIGHT = 2.0**-12
 
 
 def check(
@@ -91,14 +84,14 @@ def check(
         AssertionError: with both errors, their bounds, the worst index and its values.
     """
     floor = FLOOR[torch.promote_types(got.dtype, torch.float32)] if floor is None else floor
-    got, reference, baseline = _comparable(name, got, reference, baseline, case=case, plan=plan)
+    got, reference, baseline = comparable(name, got, reference, baseline, case=case, plan=plan)
     finite = reference.isfinite()
     error = torch.where(finite, got - reference, 0.0).abs()
     baseline_error = (baseline - reference).abs()
     # Plain PyTorch may overflow where the kernel does not; there it allows nothing.
     baseline_error = torch.where(baseline_error.isfinite(), baseline_error, 0.0)
     size = torch.where(finite, reference, 0.0).abs()
-    for norm_name, norm in (("largest", _largest), ("root mean square", _root_mean_square)):
+    for norm_name, norm in (("largest", largest), ("root mean square", root_mean_square)):
         bound = factor * norm(baseline_error) + floor * max(1.0, norm(size))
         if norm(error) <= bound:
             continue
@@ -106,10 +99,10 @@ def check(
         found = f"{norm_name} error {norm(error):.3e} > {allowed}"
         if rounding is not None:
             excess = error - rounding().to(error) - floor * size.clamp(min=1.0)
-            if _largest(excess) <= 0:
+            if largest(excess) <= 0:
                 return
-            found += f", and {_largest(excess):.3e} over what roundings can do to an element"
-        raise AssertionError(_report(name, found, error, got, reference, case, plan))
+            found += f", and {largest(excess):.3e} over what roundings can do to an element"
+        raise AssertionError(report(name, found, error, got, reference, case, plan))
 
 
 def check_fp8(
@@ -122,106 +115,19 @@ def check_fp8(
 ) -> None:
     """Hold a result of e4m3 products to a truth: that of the quantized inputs, of int8 q and k with
     bounds=INT8_OF_QUANTIZED, or of the 16-bit ones with FP8_OF_16_BIT."""
-    got, reference = _comparable(name, got, reference, case=case, plan=plan)
+    got, reference = comparable(name, got, reference, case=case, plan=plan)
     finite = reference.isfinite()
     got, reference = torch.where(finite, got, 0.0), torch.where(finite, reference, 0.0)
     error = (got - reference).abs()
-    bound = bounds.rmse * _root_mean_square(reference) + FLOOR[torch.float32]
+    bound = bounds.rmse * root_mean_square(reference) + FLOOR[torch.float32]
     cosine = float((got * reference).sum() / (got.norm() * reference.norm()).clamp(min=1e-30))
-    if _root_mean_square(error) > bound or (reference.any() and cosine < bounds.cosine):
-        found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}; "
+    if root_mean_square(error) > bound or (reference.any() and cosine < bounds.cosine):
+        found = f"root mean square error {root_mean_square(error):.3e}, bound {bound:.3e}; "
         found += f"cosine {cosine:.6f}, bound {bounds.cosine}"
-        raise AssertionError(_report(name, found, error, got, reference, case, plan))
+        raise AssertionError(report(name, found, error, got, reference, case, plan))
 
 
-def check_rounded_p(
-    name: str,
-    got: Tensor,
-    reference: Tensor,
-    weights: Tensor,
-    dropped: Tensor,
-    case: object,
-    plan: object = "",
-    moved: Tensor | None = None,
-) -> None:
-    """Hold a result of few keys, where the errors of P do not average out, to what they can do.
-
-    weights: attention of the magnitudes of v: the sum of P |v|. An element may be off by twice the
-    error of a code of it, once in the numerator and once in the row sum; all by that error in the
-    root mean square.
-    dropped: ``dropped_values`` of FP8_DROPPED_WEIGHT. Light keys are lost beside a heavy one, which
-    shows in a column where the heavy key's value is near 0.
-    moved: what each row's scores can be off by, in out's shape but for the last axis; None: 0.
-    """
-    moved = weights.new_zeros(()) if moved is None else torch.expm1(moved).unsqueeze(-1)
-    moved = moved * (weights + reference.abs())
-    got, reference, weights, dropped, moved = _comparable(
-        name, got, reference, weights, dropped, moved, case=case, plan=plan
-    )
-    error, rounding = (got - reference).abs(), torch.finfo(torch.bfloat16).eps * reference.abs()
-    allowed = 2 * FP8_EXP2_ERROR * weights + dropped + moved + rounding + FLOOR[torch.float32]
-    if (error > allowed).any():
-        found = f"error over {2 * FP8_EXP2_ERROR:.3g} of the sum of P |v|"
-        raise AssertionError(_report(name, found, error - allowed, got, reference, case, plan))
-    bound = FP8_EXP2_ERROR * _root_mean_square(weights)
-    bound += _root_mean_square(dropped) + _root_mean_square(moved)
-    bound += FLOOR[torch.float32]
-    if _root_mean_square(error) > bound:
-        found = f"root mean square error {_root_mean_square(error):.3e}, bound {bound:.3e}"
-        raise AssertionError(_report(name, found, error, got, reference, case, plan))
-
-
-def check_lse(
-    got: Tensor,
-    reference: Tensor,
-    case: object,
-    plan: object = "",
-    tolerance: float | None = None,
-    moved: Tensor | None = None,
-) -> None:
-    """Hold a log-sum-exp to |error| <= tolerance * max(1, |lse|), and to the fp64 reference's -inf.
-
-    tolerance: None for that of the dtype.
-    moved: ``score_rounding``, an error allowed besides; None: 0. It matters where the products of q
-        and k are large and their sum is not.
-    """
-    tolerance = tolerance or LSE_TOLERANCE[got.dtype]
-    moved = torch.zeros_like(reference) if moved is None else moved
-    got, reference, moved = _comparable("lse", got, reference, moved, case=case, plan=plan)
-    error = ((got - reference).abs() - moved).clamp(min=0.0)
-    excess = torch.where(reference.isfinite(), error / reference.abs().clamp(min=1.0), 0.0)
-    if _largest(excess) > tolerance:
-        found = f"largest error / max(1, |lse|) {_largest(excess):.3e} > {tolerance:g}"
-        raise AssertionError(_report("lse", found, excess, got, reference, case, plan))
-
-
-def check_exp2_lse(
-    got: Tensor, reference: Tensor, case: object, plan: object = "", int8: bool = False
-) -> None:
-    """Hold a log-sum-exp of P in codes of e4m3 to their error, each row's and that of all rows.
-
-    int8: q and k are.
-    """
-    allowed = INT8_EXP2_RMS_ERROR if int8 else FP8_EXP2_RMS_ERROR
-    check_lse(got, reference, case, plan, FP8_EXP2_ERROR)
-    got, reference = _comparable("lse", got, reference, case=case, plan=plan)
-    error = torch.where(reference.isfinite(), (got - reference).abs(), 0.0)
-    if _root_mean_square(error) > allowed:
-        found = f"root mean square error {_root_mean_square(error):.3e} > {allowed:g}"
-        raise AssertionError(_report("lse", found, error, got, reference, case, plan))
-
-
-def score_floor(lse: Tensor) -> float:
-    """The floor of what is made from P = exp(S - lse): its exponent is rounded at lse's size.
-
-    Scores of 1e4 so cost P a relative 1e-3 in float32. An autograd that keeps P pays it once, a
-    backward that stores lse and computes P again pays it twice.
-    """
-    size = torch.where(lse.isfinite(), lse, 0.0).abs()
-    return max(FLOOR[lse.dtype], torch.finfo(lse.dtype).eps * _largest(size))
-
-
-def _comparable(name: str, *values: Tensor, case: object, plan: object) -> list[Tensor]:
+def comparable(name: str, *values: Tensor, case: object, plan: object) -> list[Tensor]:
     """All as float64 on one device, once the first two agree in shape and in their inf and NaN."""
     got, reference = values[:2]
     if got.shape != reference.shape:
@@ -237,11 +143,11 @@ def _comparable(name: str, *values: Tensor, case: object, plan: object) -> list[
     )
     if not same.all():
         found = f"inf or NaN differ in {int((~same).sum())} of {same.numel()} elements"
-        raise AssertionError(_report(name, found, (~same).double(), got, reference, case, plan))
+        raise AssertionError(report(name, found, (~same).double(), got, reference, case, plan))
     return values
 
 
-def _report(
+def report(
     name: str, found: str, error: Tensor, got: Tensor, reference: Tensor, case: object, plan: object
 ) -> str:
     """error: where its largest element stands is the worst index."""
@@ -250,9 +156,9 @@ def _report(
     return "\n  ".join([f"{name}: {found}", worst, f"case: {case}", f"plan: {plan or 'not given'}"])
 
 
-def _largest(error: Tensor) -> float:
+def largest(error: Tensor) -> float:
     return float(error.detach().max()) if error.numel() else 0.0
 
 
-def _root_mean_square(error: Tensor) -> float:
+def root_mean_square(error: Tensor) -> float:
     return float(error.square().mean().sqrt()) if error.numel() else 0.0

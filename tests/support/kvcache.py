@@ -18,7 +18,9 @@ from torch import Tensor
 import flashattn3
 from flashattn3.call.cache_descales import OF_KEYS
 from flashattn3.call.eight_bits import rounded
-from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, check, check_lse
+from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, check
+
+from .tolerance import check_lse
 
 UNUSED_PAGE = -1
 GARBAGE = 99.0  # in memory of int8 that nothing reads

@@ -12,9 +12,14 @@ from torch import Tensor
 
 import flashattn3
 from flashattn3.call.eight_bits import LARGEST
-
-from .distributions import HEADS, DistributionCase, Errors, attend_heads, compare
-from .distributions import cases as every_case
+from flashattn3_bench.checking.distributions import (
+    HEADS,
+    DistributionCase,
+    Errors,
+    attend_heads,
+    compare,
+)
+from flashattn3_bench.checking.distributions import cases as every_case
 
 PAGE_SIZE = 16
 STORING_FACTOR = 1.3
