@@ -11,9 +11,10 @@ import torch
 import flashattn3
 from flashattn3.call.operands import Tensors
 
-from .checking import Case, attention, make_inputs
+from .checking import Case, attention
+from .checking.inputs import values
 from .precision import PRECISIONS, arguments_in, errors
-from .runner import FAILED, OK, Record, Settings, first_line, name_of
+from .runner import FAILED, OK, Record, Settings, described, first_line, name_of
 
 SUITE = "fp8-accuracy"
 SEED = 0
@@ -46,18 +47,14 @@ def _case(distribution: str, shape: tuple[int, int, int, int]) -> Case:
 
 def run_accuracy(data: str, case: Case, num_rows: int | None, settings: Settings) -> list[Record]:
     """A record for each precision, all on the same bfloat16 inputs: those of the tests, by SEED."""
-    q, k, v = make_inputs(case, settings.device, torch.bfloat16, SEED)[:3]
+    drawn = values(case, torch.Generator().manual_seed(SEED))
+    q, k, v = (x.to(torch.bfloat16).to(settings.device) for x in drawn)
     rows = _sampled_rows(case.seqlen_q, num_rows).to(settings.device)
     reference, _ = attention(Tensors(q[:, rows], k, v), **case.reference_options())
     return [
         {
-            "record": "error",
-            "suite": SUITE,
-            "row": f"{data} {case.name}",
-            "column": "",
-            "direction": "fwd",
+            **described("error", SUITE, f"{data} {case.name}", case.name, direction="fwd"),
             "dtype": "bfloat16",
-            "case": case.name,
             "data": data,
             "batch": case.batch,
             "seqlen_k": case.seqlen_k,

@@ -18,8 +18,9 @@ from helpers import (
     swept_case,
 )
 from support.cases import FORWARD_CASES, call
+from support.inputs import make_inputs, make_output_gradients
 
-from flashattn3_bench.checking import gradients, make_inputs, make_output_gradients
+from flashattn3_bench.checking import gradients
 from flashattn3_bench.checking.cases import dense, varlen
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

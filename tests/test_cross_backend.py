@@ -11,6 +11,7 @@ import torch
 from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU
 from support.cases import call
 from support.fp8 import make_fp8_inputs
+from support.inputs import make_inputs, make_output_gradients
 from support.tolerance import FP8_LSE_TOLERANCE, check_exp2_lse, check_lse
 
 from flashattn3_bench.checking import (
@@ -21,8 +22,6 @@ from flashattn3_bench.checking import (
     check,
     check_fp8,
     gradients,
-    make_inputs,
-    make_output_gradients,
 )
 from flashattn3_bench.checking.cases import dense, varlen
 from flashattn3_bench.checking.shapes import NAMED_SHAPES

@@ -12,6 +12,7 @@ import triton.language as tl
 from helpers import EVERY_BACKEND, GPU, case_named
 from support.cases import FORWARD_CASES, call
 from support.fp8 import FORMS, make_fp8_inputs
+from support.inputs import make_inputs
 from support.tolerance import FP8_LSE_TOLERANCE, check_exp2_lse, check_lse, score_floor
 from torch.nn.functional import pad
 
@@ -39,7 +40,6 @@ from flashattn3_bench.checking import (
     attention,
     check,
     check_fp8,
-    make_inputs,
 )
 from flashattn3_bench.checking.cases import dense, varlen
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import EVERY_BACKEND, TRITON_DTYPES
 from saved_tensors import saved_by
+from support.inputs import make_inputs, make_output_gradients
 from torch.utils.checkpoint import checkpoint
 
 from flashattn3 import UnsupportedError, flash_attn_fp8_func, flash_attn_varlen_fp8_func
@@ -15,13 +16,7 @@ from flashattn3.call.hadamard import rotate_back
 from flashattn3.call.operands import Scaled
 from flashattn3.quantization import dispatch, quantize_qkv, torch_operations, triton_launch
 from flashattn3.run import quantized, quantized_gradient
-from flashattn3_bench.checking import (
-    GRADIENT_FACTOR,
-    check,
-    gradients,
-    make_inputs,
-    make_output_gradients,
-)
+from flashattn3_bench.checking import GRADIENT_FACTOR, check, gradients
 from flashattn3_bench.checking.cases import dense, varlen
 
 CASES = (

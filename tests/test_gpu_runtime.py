@@ -9,10 +9,11 @@ import pytest
 import torch
 from helpers import EVERY_BACKEND, case_named, run_python
 from support.cases import call
+from support.inputs import make_inputs, make_output_gradients
 
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_varlen_func
 from flashattn3.call.hadamard import _kept
-from flashattn3_bench.checking import Case, make_inputs, make_output_gradients
+from flashattn3_bench.checking import Case
 from flashattn3_bench.checking.cases import dense, varlen
 
 pytestmark = pytest.mark.gpu

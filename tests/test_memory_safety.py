@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import EVERY_BACKEND, GPU, case_named, needs_hopper
 from support.cases import call
+from support.inputs import make_inputs, make_output_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
@@ -16,7 +17,6 @@ from flashattn3.backends.hopper.library import find_library
 from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors
 from flashattn3.run.operators import plan_of
-from flashattn3_bench.checking import make_inputs, make_output_gradients
 
 GUARD = 8192  # elements on each side of a tensor
 CANARY = 77  # exact in every dtype

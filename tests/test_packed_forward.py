@@ -20,12 +20,12 @@ from helpers import (
     library_double,
 )
 from support.cases import call
+from support.inputs import make_inputs, make_output_gradients
 
 from flashattn3 import flash_attn_func, flash_attn_varlen_func
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.call.operands import Tensors
 from flashattn3.run.planner import choose
-from flashattn3_bench.checking import make_inputs, make_output_gradients
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -15,6 +15,7 @@ from helpers import EVERY_BACKEND, GPU, SIXTEEN_BIT, TRITON_DTYPES, forward_hold
 from hypothesis import HealthCheck, given, seed, settings
 from support.cases import call
 from support.fp8 import make_fp8_inputs, scales_of_v
+from support.inputs import make_inputs, make_output_gradients
 from support.rounding import FLOAT32_EPS, dropped_values
 from support.strategies import random_cases, random_fp8_problems
 from support.tolerance import (
@@ -31,8 +32,6 @@ from flashattn3_bench.checking import (
     FORWARD_FACTOR,
     attention,
     check,
-    make_inputs,
-    make_output_gradients,
     score_rounding,
 )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from support.cases import FORWARD_CASES
+from support.inputs import make_inputs, make_output_gradients
 from support.strategies import random_cases
 from support.tolerance import check_lse, score_floor
 from torch._subclasses import FakeTensorMode
@@ -32,8 +33,6 @@ from flashattn3_bench.checking import (
     attention,
     check,
     gradients,
-    make_inputs,
-    make_output_gradients,
 )
 from flashattn3_bench.checking.cases import dense, varlen
 from flashattn3_bench.checking.shapes import NAMED_SHAPES, OTHER_DIMS, PAPER_GRID

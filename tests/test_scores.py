@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import BACKEND_DTYPES, EVERY_BACKEND, GPU, TRITON_DTYPES, forward_holds, gradients_hold
 from hypothesis import given
+from support.inputs import make_inputs, make_output_gradients
 from support.strategies import random_score_cases
 from test_random import CHUNKS, DTYPES, HEAD_DIMS, MAX_SEQLEN, few_chunks, of_chunk
 
@@ -18,7 +19,7 @@ from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
 from flashattn3.run.operators import operator_arguments
-from flashattn3_bench.checking import FP8_OF_16_BIT, attention, make_inputs, make_output_gradients
+from flashattn3_bench.checking import FP8_OF_16_BIT, attention
 from flashattn3_bench.checking.cases import dense, varlen
 
 CASES = (

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support.fp8 import FORMS, make_fp8_inputs, scales_of_v
+from support.inputs import make_inputs, make_output_gradients
 from support.rounding import dropped_values, gradient_rounding, out_rounding
 from support.tolerance import (
     FP8_DROPPED_WEIGHT,
@@ -18,15 +19,7 @@ from support.tolerance import (
 
 from flashattn3 import BlockScaled
 from flashattn3.call.operands import Tensors
-from flashattn3_bench.checking import (
-    FORWARD_FACTOR,
-    GRADIENT_FACTOR,
-    attention,
-    check,
-    gradients,
-    make_inputs,
-    make_output_gradients,
-)
+from flashattn3_bench.checking import FORWARD_FACTOR, GRADIENT_FACTOR, attention, check, gradients
 from flashattn3_bench.checking.cases import dense, varlen
 from flashattn3_bench.checking.fp64_reference import heads_of
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from helpers import EVERY_BACKEND, case_named
+from support.inputs import make_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,7 +25,6 @@ from flashattn3.call.operands import Scaled, Tensors, flat
 from flashattn3.integrations.transformers import flash_attn_bhsd_func
 from flashattn3.run import operators
 from flashattn3.run.operators import operator_arguments
-from flashattn3_bench.checking import make_inputs
 
 CASES = ("gqa-2", "varlen-seqused")
 # On a CPU inductor needs a C++ compiler, which not every machine has.

@@ -4,7 +4,6 @@ with it. What tests alone use is in tests/support.
 
 from .cases import Case
 from .fp64_reference import attention, gradients, max_logit
-from .inputs import make_inputs, make_output_gradients
 from .rounding import E4M3_TRUNCATION, score_rounding
 from .tolerance import (
     FORWARD_FACTOR,
@@ -28,8 +27,6 @@ __all__ = [
     "check",
     "check_fp8",
     "gradients",
-    "make_inputs",
-    "make_output_gradients",
     "max_logit",
     "score_rounding",
 ]

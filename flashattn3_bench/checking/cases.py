@@ -1,4 +1,4 @@
-"""Problems by name. A case holds no tensor: ``make_inputs`` fills it."""
+"""Problems by name. A case holds no tensor: ``values`` draws them."""
 
 from __future__ import annotations
 

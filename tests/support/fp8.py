@@ -13,7 +13,8 @@ from flashattn3.call.dtypes import FP8, INT8
 from flashattn3.call.operands import Tensors
 from flashattn3.quantization import quantize_block_fp8
 from flashattn3_bench.checking.cases import Case
-from flashattn3_bench.checking.inputs import INT8_STEPS, make_inputs
+
+from .inputs import INT8_STEPS, make_inputs
 
 # "raw" without descales, "head" with FlashAttention-3's (batch, num_heads_kv), "block" with one for
 # each block, "scaled" BlockScaled, "rotated" BlockScaled with q and k rotated; "int8 ...": of q and
