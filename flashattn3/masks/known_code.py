@@ -11,7 +11,8 @@ from torch import Tensor
 from .predicates import Code, code_of
 
 _MOST = 1024
-_known: dict[tuple, Code] = {}
+# The fields of a ``Code`` whose tensors are their places among the variables of a function.
+_known: dict[tuple, tuple] = {}
 _NUMBERS = frozenset((int, bool))
 _VARIABLES = _NUMBERS | {Tensor, torch.nn.Parameter}
 
@@ -39,8 +40,8 @@ def known_code_of(mask_mod: Callable[..., Tensor], device: torch.device) -> Code
     if code is not None and {*map(id, code.tensors)}.issubset(addresses):
         if len(_known) >= _MOST:
             _known.clear()
-        places = [addresses.index(id(x)) for x in code.tensors]
-        _known[key] = code._replace(tensors=tuple(places))
+        places = tuple([addresses.index(id(x)) for x in code.tensors])
+        _known[key] = code.lines, code.seen, places, code.numbers
     return code
 
 
