@@ -2,9 +2,9 @@
 
 ``python -m build_support forward_check`` builds a program of tests/device and prints its path:
 forward_check, backward_check and decode_check run the kernels without torch, append_emulation,
-decode_emulation, forward_emulation, span_emulation and widen_emulation run those of cached calls on
-the CPU, unit_check tests the primitives, and libflashattn3_host.so is the operator library over a
-CUDA runtime without a GPU.
+decode_emulation, forward_emulation and widen_emulation run those of cached calls on the CPU,
+unit_check tests the primitives, and libflashattn3_host.so is the operator library over a CUDA
+runtime without a GPU.
 """
 
 import sys

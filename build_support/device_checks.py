@@ -26,32 +26,6 @@ def write_configs(folder: Path, check: str) -> list:
     return configs
 
 
-def write_span_configs(folder: Path) -> None:
-    """Write the header of span_emulation: the pairs of kernel configs that give a row the same
-    bits."""
-    table = load_kernel_configs()
-    forward = [config for config in table.CACHED_FORWARD_CONFIGS if config.spans]
-    decode = [table.select_decode_config(c.dtype, c.head_dim, spans=True) for c in forward]
-    arrays = "".join(
-        f"constexpr {kind}::Config k{kind.title()}Configs[] = {{\n"
-        + "".join(f"{initializer(config)},\n" for config in configs)
-        + "};\n"
-        for kind, configs in (("forward", forward), ("decode", decode))
-    )
-    text = f"""{HEADER}#pragma once
-
-#include "decode/config.h"
-#include "forward/config.h"
-
-namespace flashattn3 {{
-
-constexpr int kNumSpanConfigs = {len(forward)};
-{arrays}
-}}  // namespace flashattn3
-"""
-    write_if_changed(folder / "span_emulation_configs.h", text)
-
-
 def forward_variants(table: ModuleType) -> list:
     """Forward configs that were slower than the ones of the table, to time beside them."""
     make = table.ForwardConfig
@@ -70,13 +44,13 @@ def header(kind: str, configs: list) -> str:
 
 #include "{kind}/config.h"
 
-namespace flashattn3 {{
+namespace flashattn3::{kind} {{
 
 constexpr int kNumCheckConfigs = {len(configs)};
-constexpr {kind}::Config kCheckConfigs[] = {{
+constexpr Config kCheckConfigs[] = {{
 {values}}};
 constexpr const char* kCheckConfigNames[] = {{
 {names}}};
 
-}}  // namespace flashattn3
+}}  // namespace flashattn3::{kind}
 """

@@ -7,7 +7,7 @@ from os.path import relpath
 from pathlib import Path
 from shlex import join, quote
 
-from .device_checks import KINDS, write_configs, write_span_configs
+from .device_checks import KINDS, write_configs
 from .toolchain import OLDEST_TORCH_ABI, Toolchain
 from .units import ROOT
 
@@ -17,7 +17,7 @@ DEVICE_TESTS = ROOT / "tests" / "device"
 KERNEL_CHECKS = tuple(KINDS)
 UNIT_CHECK = "unit_check"
 EMULATIONS = tuple(
-    f"{kind}_emulation" for kind in ("append", "decode", "forward", "span", "widen", "backward")
+    f"{kind}_emulation" for kind in ("append", "decode", "forward", "widen", "backward")
 )
 # The operator library over tests/device/host, a CUDA runtime without a GPU.
 HOST_LIBRARY = "libflashattn3_host.so"
@@ -127,7 +127,6 @@ def _emulations(lines: list[str], tools: Toolchain, configs: Path, common: str) 
     before += ",-Wno-unknown-pragmas,-fno-extern-tls-init"  # __shared__ becomes thread_local
     flags = [before, f"-I{shadows}", f"-I{configs}"]
     flags.append(f"-isystem={tools.cutlass_include}")
-    write_span_configs(configs)
     for name in EMULATIONS:
         program = _compile(lines, DEVICE_TESTS / f"{name}.cpp", flags)
         lines.append(f"  common = {common}")

@@ -4,8 +4,8 @@ Each header has a file of tests. The program compiles without a GPU, and its tes
 tile order, shares of work, lengths, descales and register coordinates run on the host.
 
 And kernels on the CPU: tests/device/append_emulation.cpp, decode_emulation.cpp,
-forward_emulation.cpp (of cached calls and listed masks), span_emulation.cpp, widen_emulation.cpp
-and backward_emulation.cpp.
+forward_emulation.cpp (of cached calls and listed masks), widen_emulation.cpp and
+backward_emulation.cpp.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ EMULATIONS = {
     "widened caches": ("widen", ("60",), 50, 150, None),
     "cached forward, lost pages": ("forward", ("--only", "lost"), 2, 99, None),
     "random cached forward": ("forward", ("--random", "12"), 2, 12, None),
-    "random spans of keys": ("span", ("--random", "32"), 6, 32, None),
+    "random spans of keys": ("forward", ("--spans", "--random", "32"), 6, 32, None),
     "forward, masks as lists": ("forward", ("--only", "lists"), 12, 12, None),
     "backward, masks as lists": ("backward", ("--only", "lists", "--steps", "150"), 17, 17, None),
     # Short problems of every kernel config, and longer ones of 192 columns.

@@ -14,6 +14,14 @@ bias, window | q 200, k 200, heads 2, d 40, window 33 47, bias 1 2
 bias d128 | batch 3, q 190, k 200, heads 2, bias 1 2, dlse
 bias d128, causal | batch 2, q 257, k 257, heads 4 2, causal, bias 1 1
 bias d128, fp16 | fp16, batch 2, q 70, k 300, heads 2, d 96, bias 2 2
+bias, one tile | q 60, k 70, d 64, bias 1 1
+bias of each head, one tile, causal | q 40, k 64, heads 2 1, d 64, causal, bias 1 2
+bias d128, one tile | q 33, k 50, heads 2, bias 1 1
+window 33, 47, one tile | q 100, k 120, d 64, window 33 47
+window left only, one tile | q 60, k 100, d 64, window 20 -1
+window right only, one tile, d128 | q 100, k 60, window -1 9
+slopes, window, one tile | q 70, k 120, heads 2, d 64, window 30 20, slopes
+softcap, one tile | q 60, k 60, d 64, softcap 5
 window 100, 0 | q 700, k 700, window 100 0
 window 33, 47 | q 400, k 600, window 33 47
 window 0, 0 | q 300, k 300, window 0 0

@@ -32,15 +32,13 @@ struct ConfigFunctions {
   int (*num_parts)(const ForwardParams&);
   const int32_t* (*tile_semaphore)(const BackwardParams&);
 };
-template <size_t... kIndex>
-static std::vector<ConfigFunctions> config_functions(std::index_sequence<kIndex...>) {
-  return {{&flashattn3::launch_check_config<kIndex>,
-           &flashattn3::check_config_workspace_bytes<kIndex>,
-           &flashattn3::check_config_num_parts<kIndex>,
-           &flashattn3::check_config_tile_semaphore<kIndex>}...};
-}
 static const std::vector<ConfigFunctions> kRows =
-    config_functions(std::make_index_sequence<kNumCheckConfigs>());
+    for_configs<kNumCheckConfigs>([]<size_t kIndex>() -> ConfigFunctions {
+      return {&flashattn3::launch_check_config<kIndex>,
+              &flashattn3::check_config_workspace_bytes<kIndex>,
+              &flashattn3::check_config_num_parts<kIndex>,
+              &flashattn3::check_config_tile_semaphore<kIndex>};
+    });
 
 static std::string config_name(int i) { return flashattn3::kCheckConfigNames[i]; }
 
@@ -164,10 +162,7 @@ static Outcome run_config(BackwardProblem& p, DeviceProblem& device, int config,
     check(cudaDeviceSynchronize());
     device.download_results();
     check(cudaGetLastError());
-    int counts[2];
-    check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
-    if (counts[0] != 0 || counts[1] != 0)
-      outcome.add(run.name, "the tile counter was not put back");
+    outcome.add(run.name, check_counter(counter));
     if (!workspace.guards_hold()) outcome.add(run.name, "written outside the workspace");
     if (run.deterministic) {
       outcome.add(run.name, check_tile_semaphore(p, params, config, num_parts));
@@ -403,13 +398,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (options.given.has("--repeat")) return !repeat(options, num_sms, counter);
-  const std::vector<Case> cases = backward_cases();
-  int failed = 0, run = 0;
-  for (int i = options.given.number("--from"); i < static_cast<int>(cases.size()); ++i) {
-    if (cases[i].name.find(options.given.text("--only")) == std::string::npos) continue;
-    ++run;
-    if (!run_case(cases[i], i, options, num_sms, counter)) ++failed;
-  }
-  std::printf("%d cases, %d failed\n", run, failed);
-  return failed != 0;
+  return run_cases(options.given, backward_cases(),
+                   [&](const Case& c, int i) { return run_case(c, i, options, num_sms, counter); })
+      .finish();
 }

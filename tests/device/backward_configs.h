@@ -7,9 +7,12 @@
 #include <cstdint>
 
 #include "backward_check_configs.h"
+#include "configs.h"
 #include "launch/params.h"
 
 namespace flashattn3 {
+
+using backward::kCheckConfigNames, backward::kCheckConfigs, backward::kNumCheckConfigs;
 
 constexpr ElementType kBf16 = ElementType::kBFloat16;
 constexpr ElementType kFp16 = ElementType::kFloat16;

@@ -10,7 +10,6 @@
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
 #include <cstring>
-#include <utility>
 
 #include "backward_cases.h"
 #include "backward_configs.h"
@@ -77,18 +76,12 @@ struct ConfigFunctions {
   Launches (*prepare)(const BackwardParams&);
   LaunchSize (*size)(const char*, const AttentionProblem&);
 };
-template <size_t kIndex>
-constexpr ConfigFunctions functions_of() {
-  constexpr backward::Config kConfig = kCheckConfigs[kIndex];
-  if constexpr (is_emulated(kConfig)) return {&prepare<kConfig>, &backward_size<kConfig>};
-  return {};
-}
-template <size_t... kIndex>
-static std::vector<ConfigFunctions> config_functions(std::index_sequence<kIndex...>) {
-  return {functions_of<kIndex>()...};
-}
 static const std::vector<ConfigFunctions> kFunctions =
-    config_functions(std::make_index_sequence<kNumCheckConfigs>());
+    for_configs<kNumCheckConfigs>([]<size_t kIndex>() -> ConfigFunctions {
+      constexpr backward::Config kConfig = kCheckConfigs[kIndex];
+      if constexpr (is_emulated(kConfig)) return {&prepare<kConfig>, &backward_size<kConfig>};
+      return {};
+    });
 
 struct Turn {
   const char* name;
@@ -215,35 +208,28 @@ static bool ends_with_overlapping_sequences(int config, const Turn& turn) {
 }
 
 static int run_overlapping_sequences() {
-  int run = 0, failed = 0;
+  Tally tally;
   for (int config = 0; config < kNumCheckConfigs; ++config) {
     const backward::Config& of = kCheckConfigs[config];
     if (!backward::uses_cluster2(of) || !is_emulated(of)) continue;
     if (of.listed) continue;  // lists have no cu_seqlens
-    for (const Turn& turn : kTurns) {
-      ++run;
-      failed += !ends_with_overlapping_sequences(config, turn);
-    }
+    for (const Turn& turn : kTurns) tally.add(ends_with_overlapping_sequences(config, turn));
   }
-  std::printf("%d cases, %d failed\n", run, failed);
-  return failed != 0 || run == 0;
+  return tally.finish();
 }
 
 int main(int argc, char** argv) {
   const CommandLine given(argc, argv);
   if (given.has("--overlapping")) return run_overlapping_sequences();
-  const char *part = given.text("--only"), *config_part = given.text("--config");
   const int steps = given.number("--steps", 100), seed = given.number("--seed");
-  int run = 0, failed = 0;
+  Tally tally;
   for (const Case& c : all_cases()) {
-    if (c.name.find(part) == std::string::npos) continue;
+    if (!has_part(c.name, given.text("--only"))) continue;
     for (const int config : configs_of(c)) {
-      if (std::strstr(kCheckConfigNames[config], config_part) == nullptr) continue;
+      if (!has_part(kCheckConfigNames[config], given.text("--config"))) continue;
       if (num_steps(c, kCheckConfigs[config].head_dim) > steps) continue;
-      ++run;
-      failed += !run_case(c, config, seed);
+      tally.add(run_case(c, config, seed));
     }
   }
-  std::printf("%d cases, %d failed\n", run, failed);
-  return failed != 0 || run == 0;
+  return tally.finish();
 }

@@ -39,22 +39,12 @@ flashattn3::BackwardParams make_params(BackwardProblem& p, Memory& memory) {
 
 // Indices of the kernel configs of a case's dtype with the smallest sufficient head dim.
 inline std::vector<int> configs_of(const Case& c) {
-  using flashattn3::kCheckConfigs;
-  const auto fits = [&](const flashattn3::backward::Config& config) {
+  return smallest_configs(flashattn3::kCheckConfigs, c.head_dim, [&](const auto& config) {
     const bool has_slopes = config.term == flashattn3::ScoreTerm::kSlopes;
     return (config.dtype == flashattn3::kFp16) == c.fp16 && has_slopes == c.slopes &&
            has_bias(config) == (c.bias_heads != 0) && config.listed == (c.lists_heads != 0) &&
-           config.head_dim >= c.head_dim && config.head_dim_v >= c.head_dim_v;
-  };
-  int head_dim = 1 << 30;
-  for (const auto& config : kCheckConfigs) {
-    if (fits(config)) head_dim = std::min(head_dim, config.head_dim);
-  }
-  std::vector<int> found;
-  for (int i = 0; i < flashattn3::kNumCheckConfigs; ++i) {
-    if (fits(kCheckConfigs[i]) && kCheckConfigs[i].head_dim == head_dim) found.push_back(i);
-  }
-  return found;
+           config.head_dim_v >= c.head_dim_v;
+  });
 }
 
 // Returns an error message, or "".
@@ -63,34 +53,6 @@ inline std::string check_coverage(BackwardProblem& p, const Gradient& g) {
   const bool varlen = !p.c.cu_q.empty();
   const std::vector<uint8_t> owners = owners_of(p.tensor(g), p.batch_of(g), rows_of, varlen, true);
   return check_coverage(g.name, p.tensor(g), owners, p.c.fp16);
-}
-
-// Describes how two results differ; "" if they do not.
-inline std::string difference(const char* what, const Gradient& g, const Tensor& tensor,
-                              const std::vector<uint16_t>& first, bool fp16) {
-  if (first == tensor.host) return "";
-  int64_t count = 0, where = -1;
-  for (size_t i = 0; i < first.size(); ++i) {
-    if (first[i] == tensor.host[i]) continue;
-    ++count;
-    if (where < 0) where = i;
-  }
-  const int64_t at = where - kGuard;
-  const int64_t in_entry = at % tensor.stride.batch;
-  const bool head_major = tensor.stride.head > tensor.stride.seq;
-  const int64_t outer = head_major ? tensor.stride.head : tensor.stride.seq;
-  const int64_t inner = head_major ? tensor.stride.seq : tensor.stride.head;
-  const int64_t i = in_entry / outer, j = in_entry % outer / inner;
-  char text[320];
-  std::snprintf(
-      text, sizeof(text),
-      "%s: %lld elements of %s differ, the first at (entry %lld, head %lld, row %lld, "
-      "column %lld): %g, here %g",
-      what, static_cast<long long>(count), g.name, static_cast<long long>(at / tensor.stride.batch),
-      static_cast<long long>(head_major ? i : j), static_cast<long long>(head_major ? j : i),
-      static_cast<long long>(in_entry % inner), to_float(first[where], fp16),
-      to_float(tensor.host[where], fp16));
-  return text;
 }
 
 // Compares the gradients of several runs with fp64. Those of dk and dv must have the same bits in
@@ -114,9 +76,8 @@ struct GradientChecks {
       if (bits.empty()) {
         bits = p.tensor(g).host;
       } else if (i > 0 || deterministic) {
-        const std::string other = difference("other bits", g, p.tensor(g), bits, p.c.fp16);
-        if (other.empty()) continue;
-        add(other);
+        if (bits == p.tensor(g).host) continue;
+        add(std::string("other bits of ") + g.name + ": " + ::compare(p, g, &bits).describe());
       }
       add(check_coverage(p, g));
       const Worst worst = ::compare(p, g);

@@ -380,7 +380,9 @@ struct BackwardProblem : Inputs {
   }
 };
 
-inline Worst compare(BackwardProblem& problem, Gradient& g) {
+// first: of another run, whose bits are wanted instead.
+inline Worst compare(BackwardProblem& problem, Gradient& g,
+                     const std::vector<uint16_t>* first = nullptr) {
   Worst worst;
   Tensor& tensor = problem.tensor(g);
   for (int b = 0; b < problem.batch_of(g); ++b) {
@@ -389,8 +391,11 @@ inline Worst compare(BackwardProblem& problem, Gradient& g) {
       for (int s = 0; s < rows.length; ++s) {
         const uint16_t* at = tensor.row(rows.batch_coord, rows.offset + s, h);
         const double *wanted = g.wanted.row(b, h, s), *bound = g.bound.row(b, h, s);
+        const uint16_t* same = first ? first->data() + (at - tensor.host.data()) : nullptr;
         for (int i = 0; i < g.wanted.dim; ++i) {
-          worst.consider(b, h, s, i, wanted[i], to_float(at[i], problem.c.fp16), bound[i]);
+          const auto value = [&](const uint16_t* of) { return to_float(of[i], problem.c.fp16); };
+          worst.consider(b, h, s, i, same ? value(same) : wanted[i], value(at),
+                         same ? 0 : bound[i]);
         }
       }
     }

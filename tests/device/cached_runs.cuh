@@ -1,17 +1,20 @@
 // Launches of a cached call's problem on the device.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
-#include "command_line.h"
 #include "decode_problem.h"
 #include "harness.cuh"
 
 struct CachedRuns {
   DecodeProblem problem;
-  std::vector<DecodeRow> rows = reference_rows(problem);
+  std::vector<RowReference> rows = reference_rows(problem);
   FirstResults first;
   float* lse;
 
@@ -45,23 +48,41 @@ struct CachedRuns {
     alarm(0);
     problem.out.download();
     check(cudaMemcpy(problem.lse.data(), lse, problem.lse.size() * 4, cudaMemcpyDeviceToHost));
-    return wrong + stray_elements(problem);
+    return wrong + check_coverage(problem);
   }
 };
 
-// Runs named or random problems from `from` on. Returns the exit code.
-template <class RandomCase, class RunCase>
-int run_cached_cases(const CommandLine& given, const std::vector<DecodeCase>& named,
-                     RandomCase random_case, RunCase run_case) {
-  const int random = given.number("--random"), from = given.number("--from");
-  const int count = random > 0 ? from + random : static_cast<int>(named.size());
-  int run = 0, failed = 0;
-  for (int i = from; i < count; ++i) {
-    const DecodeCase c = random > 0 ? random_case(i) : named[i];
-    if (c.name.find(given.text("--only")) == std::string::npos) continue;
-    ++run;
-    failed += !run_case(c, i);
-  }
-  std::printf("%d cases, %d failed\n", run, failed);
-  return failed != 0 || run == 0;
+// The parameters of calls that are timed, without K and V: every sequence has as many keys as the
+// cache holds of it; pages are in a random order.
+inline flashattn3::DecodeParams timed_params(const DecodeCase& c, uint16_t* q, uint16_t* out,
+                                             int num_sms, DeviceMemory& memory) {
+  const int page = c.page_size ? c.page_size : c.capacity, max_pages = c.capacity / page;
+  std::vector<int> table(c.page_size ? c.batch * max_pages : 0);
+  std::iota(table.begin(), table.end(), 0);
+  std::shuffle(table.begin(), table.end(), std::mt19937(5));
+  const int64_t row = int64_t{c.heads_kv} * c.head_dim, q_row = int64_t{c.heads_q} * c.head_dim;
+  const flashattn3::Strides q_stride{c.seqlen_q * q_row, q_row, c.head_dim};
+  return {.q = q,
+          .out = out,
+          .q_stride = q_stride,
+          .out_stride = q_stride,
+          .k = {nullptr, {page * row, row, c.head_dim}},
+          .v = {nullptr, {page * row, row, c.head_dim}},
+          .page_table = memory(table),
+          .cache_seqlens = memory(std::vector<int>(c.batch, c.capacity)),
+          .page_table_stride = max_pages,
+          .batch = c.batch,
+          .seqlen_q = c.seqlen_q,
+          .num_heads_q = c.heads_q,
+          .num_heads_kv = c.heads_kv,
+          .head_dim = c.head_dim,
+          .head_dim_v = c.head_dim,
+          .num_caches = c.batch,
+          .num_pages = c.batch * max_pages,
+          .page_size = c.page_size,
+          .capacity = c.capacity,
+          .softmax_scale = 1.f / std::sqrt(float(c.head_dim)),
+          .window_left = c.left,
+          .window_right = c.right,
+          .num_sms = num_sms};
 }

@@ -46,6 +46,9 @@ window, both sides | q 40, heads 2, capacity 500, window 20 5
 varlen queries | batch 4, q 33, heads 8 2, seqlens 999 1000 5 300, cu_q 0 1 34 34 40, causal
 new tokens | batch 2, seqlens 100 999, new 3, causal
 new tokens, varlen | batch 3, seqlens 100 999 64, cu_new 0 1 1 9
+new tokens, hostile lengths | batch 6, capacity 90, seqlens 9 80 -1 min max 5, cu_new 0 5 100 90 max 5 6
+new tokens, fewer than none | capacity 90, seqlens 70, new -3
+new tokens, too many | batch 2, capacity 90, seqlens 70 0, new max
 left padding | batch 2, seqlens 700 10, leftpad 300 20
 cache_batch_idx | batch 3, seqlens 700 10 333, cache_idx 4 0 2
 an entry that does not exist | batch 2, seqlens 700 70, cache_idx 5 0
@@ -138,6 +141,10 @@ e4m3, d96, values 48 | e4m3, heads 8, d 96 48, padding 16
 e4m3, a lost page | e4m3, batch 2, page 64, lost_page
 e4m3, a lost page of 16, descales of tokens | e4m3, batch 2, page 16, lost_page, token_descales
 e4m3, an entry that does not exist | e4m3, batch 2, seqlens 700 70, cache_idx 5 0
+e4m3, new tokens, hostile lengths | e4m3, batch 6, capacity 90, seqlens 9 80 -1 min max 5,
+    cu_new 0 5 100 90 max 5 6
+int8, fewer new tokens than none, left padding | int8, batch 2, capacity 90, seqlens 70 80, new -3,
+    leftpad 3 99
 e4m3, scores grow | e4m3, heads 8, capacity 3000, grows
 int8 | int8, heads 8 2, capacity 300
 int8, fp16 | int8, fp16, batch 2, heads 8 2, capacity 700, token_descales

@@ -12,7 +12,6 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
-#include <utility>
 
 #include "cached_runs.cuh"
 #include "command_line.h"
@@ -28,11 +27,8 @@ using flashattn3::kCheckConfigNames;
 using flashattn3::kNumCheckConfigs;
 
 using Launch = void (*)(const DecodeParams&, cudaStream_t);
-template <size_t... kIndex>
-static std::vector<Launch> launches(std::index_sequence<kIndex...>) {
-  return {&flashattn3::launch_check_config<kIndex>...};
-}
-static const std::vector<Launch> kLaunch = launches(std::make_index_sequence<kNumCheckConfigs>());
+static const std::vector<Launch> kLaunch = for_configs<kNumCheckConfigs>(
+    []<size_t kIndex>() -> Launch { return &flashattn3::launch_check_config<kIndex>; });
 
 // Workspace and counters of launches on up to num_sms CTAs; the workspace has words that no kernel
 // would take for unwritten ones, and large numbers.
@@ -145,13 +141,6 @@ __global__ void __launch_bounds__(512)
   if (x == 0x12345678) *sum = x;
 }
 
-struct TimedCell {
-  const char* name;
-  int batch, seqlen, heads_q, heads_kv, head_dim, page_size;
-  int window = -1;                            // of keys before the query
-  bool e4m3 = false, token_descales = false;  // of the cache
-};
-
 // Fills memory with e4m3 numbers below 2, of any bits otherwise.
 __global__ void fill_e4m3(uint32_t* words, int64_t count) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
@@ -189,13 +178,13 @@ static float time_calls(Call call, int copies, cudaStream_t stream) {
   return us[us.size() / 2];
 }
 
-static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
-  const int64_t row = int64_t{cell.heads_kv} * cell.head_dim;
-  const int64_t elements = cell.batch * int64_t{cell.seqlen} * row;  // of K, and of V
+static void time_cell(const DecodeCase& cell, int num_sms, cudaStream_t stream) {
+  // Of K, and of V.
+  const int64_t elements = int64_t{cell.batch} * cell.capacity * cell.heads_kv * cell.head_dim;
   const int element_bytes = cell.e4m3 ? 1 : 2;
   const int64_t bytes = 2 * elements * element_bytes;
   const int copies = static_cast<int>(std::clamp<int64_t>((int64_t{400} << 20) / bytes, 2, 40));
-  std::snprintf(g_now, sizeof(g_now), "timing %s", cell.name);
+  std::snprintf(g_now, sizeof(g_now), "timing %s", cell.name.c_str());
   alarm(60);
   uint8_t* cache;
   float* descales = nullptr;
@@ -217,50 +206,16 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
   fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(q), q_elements, 2);
   Workspace workspace(num_sms);
   DeviceMemory memory;
-  const std::vector<int> lengths(cell.batch, cell.seqlen);
-  const int page = cell.page_size ? cell.page_size : cell.seqlen;
-  const int max_pages = cell.seqlen / page;
-  std::vector<int> table(cell.page_size ? cell.batch * max_pages : 0);
-  std::mt19937 random(5);
-  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
-  std::shuffle(table.begin(), table.end(), random);
-  const flashattn3::Strides q_stride{int64_t{cell.heads_q} * cell.head_dim,
-                                     int64_t{cell.heads_q} * cell.head_dim, cell.head_dim};
-  flashattn3::ByteDecodeParams params{{
-      .q = q,
-      .out = out,
-      .q_stride = q_stride,
-      .out_stride = q_stride,
-      .k = {nullptr, {page * row, row, cell.head_dim}},
-      .v = {nullptr, {page * row, row, cell.head_dim}},
-      .page_table = memory(table),
-      .cache_seqlens = memory(lengths),
-      .page_table_stride = max_pages,
-      .batch = cell.batch,
-      .seqlen_q = 1,
-      .num_heads_q = cell.heads_q,
-      .num_heads_kv = cell.heads_kv,
-      .head_dim = cell.head_dim,
-      .head_dim_v = cell.head_dim,
-      .num_caches = cell.batch,
-      .num_pages = cell.batch * max_pages,
-      .page_size = cell.page_size,
-      .capacity = cell.seqlen,
-      .softmax_scale = 1.f / std::sqrt(float(cell.head_dim)),
-      .window_left = cell.window,
-      .window_right = -1,
-      .num_sms = num_sms,
-      .workspace = workspace.memory,
-      .counters = workspace.counters,
-      .pdl = false,
-  }};
+  flashattn3::ByteDecodeParams params{timed_params(cell, q, out, num_sms, memory)};
+  params.workspace = workspace.memory, params.counters = workspace.counters;
   const int config = config_of(false, cell.head_dim, false, cell.e4m3);
   const auto decode = [&](int copy) {
     params.k.data = cache + copy * bytes;
     params.v.data = cache + copy * bytes + bytes / 2;
     if (descales != nullptr) {
       const float* of_keys = descales + copy * 2 * num_descales;
-      const flashattn3::Strides stride{int64_t{page} * cell.heads_kv, cell.heads_kv, 1};
+      const int64_t page = cell.page_size ? cell.page_size : cell.capacity;
+      const flashattn3::Strides stride{page * cell.heads_kv, cell.heads_kv, 1};
       params.k_key_descale = {of_keys, stride};
       params.v_key_descale = {of_keys + num_descales, stride};
     }
@@ -293,82 +248,48 @@ static void time_cell(const TimedCell& cell, int num_sms, cudaStream_t stream) {
   std::printf(
       "%-34s %8.1f MB  read %8.2f us  decode %8.2f us (%.3f of read, + %.2f)  pdl %8.2f us  "
       "after a flush of L2: read %8.2f us, decode %8.2f us\n",
-      cell.name, bytes * 1e-6, of_read, plain, plain / of_read, plain - of_read, early, cold_read,
-      cold);
+      cell.name.c_str(), bytes * 1e-6, of_read, plain, plain / of_read, plain - of_read, early,
+      cold_read, cold);
   std::fflush(stdout);
   cudaFree(cache), cudaFree(q), cudaFree(out), cudaFree(flushed), cudaFree(descales);
 }
 
+// Calls that are timed; seqlens: batch and length of each.
+constexpr const char* kTimed = R"(
+32/8 | heads 32 8, seqlens 1 1024 1 2048 1 4096 1 8192 1 16384 1 131072 4 1024 4 4096 8 4096 16 512,
+    seqlens 32 128 32 256 32 4096 64 16384 128 256 128 1024
+32/8, page 1 | heads 32 8, page 1, seqlens 1 16384 32 4096
+32/8, page 16 | heads 32 8, page 16, seqlens 1 4096 1 16384 1 131072 8 4096 32 4096
+32/8, page 128 | heads 32 8, page 128, seqlens 32 4096
+8/1 | heads 8, seqlens 1 1024 1 2048 1 4096 1 16384 1 131072 32 8192 128 8192
+32/32 | heads 32 32, seqlens 1 4096 16 4096
+64/8 | heads 64 8, seqlens 1 524288
+64/1 | heads 64, seqlens 32 8192
+64/8, d64 | heads 64 8, d 64, seqlens 1 4096 1 16384 32 4096
+64/8, d64, window 128 | heads 64 8, d 64, window 128 -1, seqlens 32 8192
+8/1, d256 | heads 8, d 256, seqlens 1 4096 32 4096
+8/4, d256 | heads 8 4, d 256, seqlens 1 16384
+32/8, tokens | heads 32 8, token_descales, seqlens 32 4096
+32/8, tokens, page 16 | heads 32 8, page 16, token_descales, seqlens 32 4096
+)";
+
+// Times each call with a cache of 16 bits, which has no descales, and of 8.
 static void time_cells(const char* part, int num_sms) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream));
-  const TimedCell cells[] = {
-      {"1 x 1k, 32/8", 1, 1024, 32, 8, 128, 0},
-      {"1 x 2k, 32/8", 1, 2048, 32, 8, 128, 0},
-      {"1 x 4k, 32/8", 1, 4096, 32, 8, 128, 0},
-      {"1 x 8k, 32/8", 1, 8192, 32, 8, 128, 0},
-      {"1 x 16k, 32/8", 1, 16384, 32, 8, 128, 0},
-      {"1 x 128k, 32/8", 1, 131072, 32, 8, 128, 0},
-      {"8 x 4k, 32/8", 8, 4096, 32, 8, 128, 0},
-      {"32 x 4k, 32/8", 32, 4096, 32, 8, 128, 0},
-      {"128 x 1k, 32/8", 128, 1024, 32, 8, 128, 0},
-      {"64 x 16k, 32/8", 64, 16384, 32, 8, 128, 0},
-      {"4 x 1k, 32/8", 4, 1024, 32, 8, 128, 0},
-      {"1 x 1k, 8/1", 1, 1024, 8, 1, 128, 0},
-      {"1 x 2k, 8/1", 1, 2048, 8, 1, 128, 0},
-      {"1 x 4k, 8/1", 1, 4096, 8, 1, 128, 0},
-      {"1 x 16k, 8/1", 1, 16384, 8, 1, 128, 0},
-      {"1 x 128k, 8/1", 1, 131072, 8, 1, 128, 0},
-      {"32 x 8k, 8/1", 32, 8192, 8, 1, 128, 0},
-      {"128 x 8k, 8/1", 128, 8192, 8, 1, 128, 0},
-      {"1 x 4k, 32/32", 1, 4096, 32, 32, 128, 0},
-      {"16 x 4k, 32/32", 16, 4096, 32, 32, 128, 0},
-      {"1 x 512k, 64/8", 1, 524288, 64, 8, 128, 0},
-      {"32 x 4k, 32/8, page 1", 32, 4096, 32, 8, 128, 1},
-      {"32 x 4k, 32/8, page 16", 32, 4096, 32, 8, 128, 16},
-      {"32 x 4k, 32/8, page 128", 32, 4096, 32, 8, 128, 128},
-      {"1 x 4k, 32/8, page 16", 1, 4096, 32, 8, 128, 16},
-      {"1 x 16k, 32/8, page 1", 1, 16384, 32, 8, 128, 1},
-      {"1 x 16k, 32/8, page 16", 1, 16384, 32, 8, 128, 16},
-      {"1 x 128k, 32/8, page 16", 1, 131072, 32, 8, 128, 16},
-      {"1 x 4k, 64/8, d64", 1, 4096, 64, 8, 64, 0},
-      {"1 x 16k, 64/8, d64", 1, 16384, 64, 8, 64, 0},
-      {"1 x 4k, 8/1, d256", 1, 4096, 8, 1, 256, 0},
-      {"1 x 16k, 8/4, d256", 1, 16384, 8, 4, 256, 0},
-      {"32 x 8k, 64/8, d64, window 128", 32, 8192, 64, 8, 64, 0, 128},
-      {"128 x 256, 32/8", 128, 256, 32, 8, 128, 0},
-      {"32 x 256, 32/8", 32, 256, 32, 8, 128, 0},
-      {"32 x 128, 32/8", 32, 128, 32, 8, 128, 0},
-      {"16 x 512, 32/8", 16, 512, 32, 8, 128, 0},
-      {"4 x 4k, 32/8", 4, 4096, 32, 8, 128, 0},
-      {"8 x 4k, 32/8, page 16", 8, 4096, 32, 8, 128, 16},
-      {"32 x 4k, 64/8, d64", 32, 4096, 64, 8, 64, 0},
-      {"32 x 4k, 8/1, d256", 32, 4096, 8, 1, 256, 0},
-      {"32 x 8k, 64/1", 32, 8192, 64, 1, 128, 0},
-      {"e4m3, 1 x 1k, 32/8", 1, 1024, 32, 8, 128, 0, -1, true},
-      {"e4m3, 1 x 4k, 32/8", 1, 4096, 32, 8, 128, 0, -1, true},
-      {"e4m3, 1 x 16k, 32/8", 1, 16384, 32, 8, 128, 0, -1, true},
-      {"e4m3, 1 x 128k, 32/8", 1, 131072, 32, 8, 128, 0, -1, true},
-      {"e4m3, 8 x 4k, 32/8", 8, 4096, 32, 8, 128, 0, -1, true},
-      {"e4m3, 32 x 4k, 32/8", 32, 4096, 32, 8, 128, 0, -1, true},
-      {"e4m3, 128 x 1k, 32/8", 128, 1024, 32, 8, 128, 0, -1, true},
-      {"e4m3, 64 x 16k, 32/8", 64, 16384, 32, 8, 128, 0, -1, true},
-      {"e4m3, 1 x 4k, 8/1", 1, 4096, 8, 1, 128, 0, -1, true},
-      {"e4m3, 1 x 128k, 8/1", 1, 131072, 8, 1, 128, 0, -1, true},
-      {"e4m3, 32 x 8k, 8/1", 32, 8192, 8, 1, 128, 0, -1, true},
-      {"e4m3, 128 x 8k, 8/1", 128, 8192, 8, 1, 128, 0, -1, true},
-      {"e4m3, 1 x 4k, 32/32", 1, 4096, 32, 32, 128, 0, -1, true},
-      {"e4m3, 16 x 4k, 32/32", 16, 4096, 32, 32, 128, 0, -1, true},
-      {"e4m3, 1 x 512k, 64/8", 1, 524288, 64, 8, 128, 0, -1, true},
-      {"e4m3, 32 x 4k, page 128", 32, 4096, 32, 8, 128, 128, -1, true},
-      {"e4m3, 32 x 4k, page 16", 32, 4096, 32, 8, 128, 16, -1, true},
-      {"e4m3, 32 x 4k, page 1", 32, 4096, 32, 8, 128, 1, -1, true},
-      {"e4m3, 32 x 4k, tokens", 32, 4096, 32, 8, 128, 0, -1, true, true},
-      {"e4m3, 32 x 4k, tokens, page 16", 32, 4096, 32, 8, 128, 16, -1, true, true},
-      {"e4m3, 32 x 4k, 64/8, d64", 32, 4096, 64, 8, 64, 0, -1, true},
-      {"e4m3, 32 x 4k, 8/1, d256", 32, 4096, 8, 1, 256, 0, -1, true}};
-  for (const TimedCell& cell : cells) {
-    if (std::strstr(cell.name, part) != nullptr) time_cell(cell, num_sms, stream);
+  for (const bool e4m3 : {false, true}) {
+    for (const DecodeCase& row : read_cases<DecodeCase>(kTimed)) {
+      if (row.token_descales && !e4m3) continue;
+      for (size_t i = 0; i < row.seqlens.size(); i += 2) {
+        DecodeCase cell = row;
+        cell.e4m3 = e4m3, cell.batch = row.seqlens[i], cell.capacity = row.seqlens[i + 1];
+        const int length = cell.capacity;
+        cell.name = (e4m3 ? "e4m3, " : "") + std::to_string(cell.batch) + " x " +
+                    std::to_string(length < 1024 ? length : length / 1024) +
+                    (length < 1024 ? ", " : "k, ") + row.name;
+        if (has_part(cell.name, part)) time_cell(cell, num_sms, stream);
+      }
+    }
   }
 }
 
@@ -381,7 +302,8 @@ int main(int argc, char** argv) {
     time_cells(given.text("--only"), num_sms);
     return 0;
   }
-  return run_cached_cases(
-      given, decode_cases(), [](int seed) { return random_decode_case(seed, 5000); },
-      [&](const DecodeCase& c, int i) { return run_case(c, i, num_sms); });
+  return run_cases(
+             given, decode_cases(), [](int seed) { return random_decode_case(seed, 5000); },
+             [&](const DecodeCase& c, int i) { return run_case(c, i, num_sms); })
+      .finish();
 }

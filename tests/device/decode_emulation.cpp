@@ -1,12 +1,11 @@
 // Runs the decode kernels on the CPU (emulation/emulation.h) and compares them with fp64: the
 // problems of decode_check that are short, on few and on many CTAs, which end in a random order.
 //   decode_emulation [--only part of a name]
-//   decode_emulation --random count [first]
-//       random problems instead, with seeds from `first` on
+//   decode_emulation --random count [--from seed]
+//       random problems instead
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
 #include <functional>
-#include <utility>
 
 #include "alone.h"
 #include "command_line.h"
@@ -94,17 +93,11 @@ constexpr bool is_emulated(const decode::Config& config) {
 }
 
 using LaunchOf = Launch (*)(const DecodeParams& params);
-template <size_t kIndex>
-constexpr LaunchOf launch_of() {
-  if constexpr (is_emulated(kCheckConfigs[kIndex])) return &Launch::of<kCheckConfigs[kIndex]>;
-  return nullptr;
-}
-template <size_t... kIndex>
-static std::vector<LaunchOf> launches(std::index_sequence<kIndex...>) {
-  return {launch_of<kIndex>()...};
-}
 static const std::vector<LaunchOf> kLaunches =
-    launches(std::make_index_sequence<kNumCheckConfigs>());
+    for_configs<kNumCheckConfigs>([]<size_t kIndex>() -> LaunchOf {
+      if constexpr (is_emulated(kCheckConfigs[kIndex])) return &Launch::of<kCheckConfigs[kIndex]>;
+      return nullptr;
+    });
 
 // Whether a launch finds counters as it expects them.
 static bool are_between_launches(const decode::Counters& counters) {
@@ -171,7 +164,7 @@ static bool run_case(DecodeCase c) {
                         {"1 CTA", 1, false, 4, 1},
                         {"3 CTAs, whole tiles", 3, true, 5, 1}};
   DecodeProblem problem(c);
-  const std::vector<DecodeRow> rows = reference_rows(problem);
+  const std::vector<RowReference> rows = reference_rows(problem);
   FirstResults first;
   bool good = true;
   for (const Turn& turn : turns) {
@@ -181,7 +174,7 @@ static bool run_case(DecodeCase c) {
     std::string wrong;
     if (problem.c.seqlens.size() > 1) wrong = run(problem, config, turn, true);
     wrong += run(problem, config, turn, false);
-    wrong += stray_elements(problem);
+    wrong += check_coverage(problem);
     if (&turn <= turns + 1 || c.spans > 0) wrong += first.compare(problem);
     if (&turn == turns) {
       wrong += compare_alone(
@@ -194,27 +187,19 @@ static bool run_case(DecodeCase c) {
   return good;
 }
 
-// The problems that take seconds: a KV block takes milliseconds for each tile of packed rows.
-static std::vector<DecodeCase> short_cases(const char* part) {
-  std::vector<DecodeCase> cases;
-  for (const DecodeCase& c : decode_cases()) {
-    const int64_t keys = int64_t{c.batch} * c.heads_kv * std::min(c.capacity, 100000);
-    const int64_t tiles = (int64_t{c.seqlen_q} * c.heads_q / c.heads_kv + 63) / 64;
-    if (c.name.find(part) != std::string::npos && keys * tiles <= 6000) cases.push_back(c);
-  }
-  return cases;
+// Whether it takes seconds: a KV block takes milliseconds for each tile of packed rows.
+static bool is_short(const DecodeCase& c) {
+  const int64_t keys = int64_t{c.batch} * c.heads_kv * std::min(c.capacity, 100000);
+  const int64_t tiles = (int64_t{c.seqlen_q} * c.heads_q / c.heads_kv + 63) / 64;
+  return keys * tiles <= 6000;
 }
 
 int main(int argc, char** argv) {
-  const CommandLine given(argc, argv);
-  std::vector<DecodeCase> cases;
-  if (!given.has("--random")) cases = short_cases(given.text("--only"));
-  for (int i = 0; i < given.number("--random"); ++i) {
-    cases.push_back(random_decode_case(given.number("--random", 0, 2) + i, 60));
-  }
   emulation::shared_memory = decode::shared;
-  int failed = 0;
-  for (const DecodeCase& c : cases) failed += !run_case(c);
-  std::printf("%zu cases, %d failed\n", cases.size(), failed);
-  return failed != 0 || cases.empty();
+  std::vector<DecodeCase> cases = decode_cases();
+  std::erase_if(cases, std::not_fn(is_short));
+  return run_cases(
+             CommandLine(argc, argv), cases, [](int seed) { return random_decode_case(seed, 60); },
+             [](const DecodeCase& c, int) { return run_case(c); })
+      .finish();
 }

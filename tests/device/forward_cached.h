@@ -32,10 +32,7 @@ static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* co
       kCachedLaunch[config](params, nullptr);
     };
     std::string wrong = runs.run(index, flashattn3::kCheckConfigNames[config], turns[turn], launch);
-    int counts[2];
-    check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
-    if (counts[0] != 0 || counts[1] != 0) wrong += " the tile counter was not put back;";
-    wrong += runs.first.compare(runs.problem);
+    wrong += check_counter(counter) + runs.first.compare(runs.problem);
     const Worst w = compare(runs.problem, runs.rows);
     if (w.ratio > worst.ratio) worst = w;
     if (!wrong.empty() || w.ratio > 1) good = report(g_now, wrong, w);
@@ -47,20 +44,15 @@ static bool run_cached_case(const DecodeCase& c, int index, int num_sms, int* co
 
 // ------------------------------------------------------------------------------------------ timing
 
-struct ChunkCell {
-  const char* name;
-  int batch, chunk, length, heads_q, heads_kv, head_dim;
-};
-
 // Prints TFLOP/s of the dense forward and, in the same rounds, of cached calls on the same scores.
-static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
+static void time_chunk(const DecodeCase& cell, int num_sms, int* counter) {
   using flashattn3::DecodeParams;
   using flashattn3::ForwardParams;
   constexpr int kRounds = 9;
   const int d = cell.head_dim;
   const int64_t row = int64_t{cell.heads_kv} * d, q_row = int64_t{cell.heads_q} * d;
-  const int64_t cache_elements = cell.batch * int64_t{cell.length} * row;
-  const int64_t q_elements = cell.batch * int64_t{cell.chunk} * q_row;
+  const int64_t cache_elements = cell.batch * int64_t{cell.capacity} * row;
+  const int64_t q_elements = cell.batch * int64_t{cell.seqlen_q} * q_row;
   uint16_t *k, *v, *q, *out;
   check(cudaMalloc(&k, cache_elements * 2));
   check(cudaMalloc(&v, cache_elements * 2));
@@ -69,13 +61,12 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
   fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(k), cache_elements, 1);
   fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(v), cache_elements, 2);
   fill_normal<<<1056, 256>>>(reinterpret_cast<__nv_bfloat16*>(q), q_elements, 3);
-  const flashattn3::Strides q_stride{cell.chunk * q_row, q_row, d};
 
   ForwardParams dense{};
   dense.q = q, dense.k = k, dense.v = v, dense.out = out;
-  dense.q_stride = dense.out_stride = q_stride;
-  dense.k_stride = dense.v_stride = {cell.length * row, row, d};
-  dense.batch = cell.batch, dense.seqlen_q = cell.chunk, dense.seqlen_k = cell.length;
+  dense.q_stride = dense.out_stride = {cell.seqlen_q * q_row, q_row, d};
+  dense.k_stride = dense.v_stride = {cell.capacity * row, row, d};
+  dense.batch = cell.batch, dense.seqlen_q = cell.seqlen_q, dense.seqlen_k = cell.capacity;
   dense.num_heads_q = cell.heads_q, dense.num_heads_kv = cell.heads_kv;
   dense.head_dim = dense.head_dim_v = d;
   dense.softmax_scale = 1.f / std::sqrt(static_cast<float>(d));
@@ -91,47 +82,19 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
   constexpr int pages[] = {-1, 0, 1, 8, 16, 64, 128};  // -1: the dense forward
   DeviceMemory memory;
   std::vector<DecodeParams> params;
-  const int* lengths = memory(std::vector<int>(cell.batch, cell.length));
-  for (const int page_size : pages) {
-    const int page = page_size > 0 ? page_size : cell.length;
-    const int max_pages = cell.length / page;
-    std::vector<int> table(page_size > 0 ? cell.batch * max_pages : 0);
-    for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
-    std::mt19937 random(5);
-    std::shuffle(table.begin(), table.end(), random);
-    params.push_back({.q = q,
-                      .out = out,
-                      .q_stride = q_stride,
-                      .out_stride = q_stride,
-                      .k = {k, {page * row, row, d}},
-                      .v = {v, {page * row, row, d}},
-                      .page_table = memory(table),
-                      .cache_seqlens = lengths,
-                      .page_table_stride = max_pages,
-                      .batch = cell.batch,
-                      .seqlen_q = cell.chunk,
-                      .num_heads_q = cell.heads_q,
-                      .num_heads_kv = cell.heads_kv,
-                      .head_dim = d,
-                      .head_dim_v = d,
-                      .num_caches = cell.batch,
-                      .num_pages = cell.batch * max_pages,
-                      .page_size = page,
-                      .capacity = cell.length,
-                      .softmax_scale = dense.softmax_scale,
-                      .window_left = -1,
-                      .window_right = 0,
-                      .num_sms = num_sms,
-                      .counters = reinterpret_cast<flashattn3::decode::Counters*>(counter),
-                      .pdl = true});
+  for (const int page : pages) {
+    DecodeCase paged = cell;
+    paged.page_size = std::max(0, page);
+    params.push_back(timed_params(paged, q, out, num_sms, memory));
+    params.back().k.data = k, params.back().v.data = v;
+    params.back().pdl = true;
+    params.back().counters = reinterpret_cast<flashattn3::decode::Counters*>(counter);
   }
   const int of_cached = flashattn3::cached_config(false, d);
-  const double keys = cell.length - 0.5 * (cell.chunk - 1);  // of a query, on average
-  const double flop = 4.0 * cell.batch * cell.chunk * keys * q_row;
+  const double keys = cell.capacity - 0.5 * (cell.seqlen_q - 1);  // of a query, on average
+  const double flop = 4.0 * cell.batch * cell.seqlen_q * keys * q_row;
   const int repeats = std::max(2, static_cast<int>(2e-3 / (flop / 5e14)));
-  const auto label = [&](int i) {
-    return std::string(cell.name) + ", page " + std::to_string(pages[i]);
-  };
+  const auto label = [&](int i) { return cell.name + ", page " + std::to_string(pages[i]); };
   const auto launch = [&](int i) {
     if (pages[i] < 0) {
       kLaunch[of_dense](dense, nullptr);
@@ -140,7 +103,7 @@ static void time_chunk(const ChunkCell& cell, int num_sms, int* counter) {
     }
   };
   const std::vector<float> ms = median_times(std::size(pages), kRounds, repeats, label, launch);
-  std::printf("%-44s", cell.name);
+  std::printf("%-44s", cell.name.c_str());
   for (const float each : ms) std::printf("  %5.0f (%.3f)", flop / each * 1e-9, ms[0] / each);
   std::printf("\n");
   std::fflush(stdout);
@@ -151,11 +114,13 @@ static void time_cached(int num_sms, int* counter) {
   std::printf(
       "TFLOP/s and part of the dense forward's: dense forward, dense cache, pages of 1, 8, "
       "16, 64, 128\n");
-  const ChunkCell cells[] = {{"2048 of 16k, 32/8 heads of 128", 1, 2048, 16384, 32, 8, 128},
-                             {"4 x 2048 of 8k, 32/8 heads of 128", 4, 2048, 8192, 32, 8, 128},
-                             {"8 x 256 of 4k, 32/8 heads of 128", 8, 256, 4096, 32, 8, 128},
-                             {"1 x 4096 of 4k, 32/8 heads of 128", 1, 4096, 4096, 32, 8, 128},
-                             {"4 x 2048 of 8k, 64/8 heads of 64", 4, 2048, 8192, 64, 8, 64},
-                             {"4 x 2048 of 8k, 16/2 heads of 256", 4, 2048, 8192, 16, 2, 256}};
-  for (const ChunkCell& cell : cells) time_chunk(cell, num_sms, counter);
+  constexpr const char* kCells = R"(
+2048 of 16k, 32/8 heads of 128 | q 2048, capacity 16384, heads 32 8, causal
+4 x 2048 of 8k, 32/8 heads of 128 | batch 4, q 2048, capacity 8192, heads 32 8, causal
+8 x 256 of 4k, 32/8 heads of 128 | batch 8, q 256, capacity 4096, heads 32 8, causal
+1 x 4096 of 4k, 32/8 heads of 128 | q 4096, capacity 4096, heads 32 8, causal
+4 x 2048 of 8k, 64/8 heads of 64 | batch 4, q 2048, capacity 8192, heads 64 8, d 64, causal
+4 x 2048 of 8k, 16/2 heads of 256 | batch 4, q 2048, capacity 8192, heads 16 2, d 256, causal
+)";
+  for (const DecodeCase& cell : read_cases<DecodeCase>(kCells)) time_chunk(cell, num_sms, counter);
 }

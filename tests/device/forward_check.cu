@@ -91,8 +91,7 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
     }
     quantized->fill(params, promoted);
   }
-  std::vector<uint16_t> first;
-  std::vector<float> first_lse;
+  FirstResults first;
   std::string wrong;
   for (int run = 0; run < 3; ++run) {
     check(cudaMemset(lse, 0xff, lse_bytes));
@@ -112,13 +111,10 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
     check(cudaMemcpy(p.lse.data(), lse, lse_bytes, cudaMemcpyDeviceToHost));
     if (params.max_logit != nullptr) wrong = check_largest(p, params.max_logit);
     if (!wrong.empty()) break;
-    int counts[2];
-    check(cudaMemcpy(counts, counter, 8, cudaMemcpyDeviceToHost));
-    if (counts[0] != 0 || counts[1] != 0) wrong = "the tile counter was not put back";
-    if (run == 0) {
-      first = p.out.host, first_lse = p.lse;
-    } else if (first != p.out.host || std::memcmp(first_lse.data(), p.lse.data(), lse_bytes) != 0) {
-      wrong = run == 1 ? "fixed order differs from counted order" : "3 SMs differ from all";
+    wrong = check_counter(counter) + first.compare(p);
+    if (!wrong.empty()) {
+      wrong += " launch " + std::to_string(run);
+      break;
     }
   }
   cudaFree(lse), cudaFree(promoted), cudaFree(params.max_logit);
@@ -128,16 +124,13 @@ static std::string run_three_times(Problem& p, const QuantizedInputs* quantized,
 // Runs the case on every kernel config of a dtype with the smallest sufficient head dim and a
 // sufficient one of V. Returns false on failure.
 static bool run_configs(const Case& c, int index, ElementType type, int num_sms, int* counter) {
-  const auto fits = [&](const flashattn3::forward::Config& r) {
-    const bool takes = has_slopes(r) == c.slopes;
-    return r.dtype == type && !r.cached && takes && r.listed == (c.lists_heads != 0) &&
-           r.head_dim >= c.head_dim && r.head_dim_v >= c.head_dim_v;
-  };
-  int head_dim = 1 << 30;
-  for (const flashattn3::forward::Config& r : kCheckConfigs) {
-    if (fits(r)) head_dim = std::min(head_dim, r.head_dim);
-  }
-  if (head_dim == 1 << 30) return true;
+  const std::vector<int> configs =
+      smallest_configs(kCheckConfigs, c.head_dim, [&](const flashattn3::forward::Config& r) {
+        return r.dtype == type && !r.cached && has_slopes(r) == c.slopes &&
+               r.listed == (c.lists_heads != 0) && r.head_dim_v >= c.head_dim_v;
+      });
+  if (configs.empty()) return true;
+  const int head_dim = kCheckConfigs[configs[0]].head_dim;
   bool good = true;
   Problem problem(c);
   problem.q.upload(), problem.k.upload(), problem.v.upload();
@@ -150,11 +143,9 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
     problem.rounding = integer ? 0.085 : 0.06, problem.score_error = 0x1p-12;
     problem.lse_error = integer ? 0.087 : 4e-3, problem.lse_rounding = 0.032;
   }
-  const std::vector<Fp64Reference> references = compute_fp64_references(problem);
-  for (int i = 0; i < kNumCheckConfigs; ++i) {
-    const flashattn3::forward::Config& r = kCheckConfigs[i];
-    const bool masked = c.left >= 0 || c.right >= 0;
-    if (r.head_dim != head_dim || !fits(r) || (masked && !r.masked)) continue;
+  const std::vector<RowReference> references = compute_fp64_references(problem);
+  for (const int i : configs) {
+    if ((c.left >= 0 || c.right >= 0) && !kCheckConfigs[i].masked) continue;
     g_case = index;
     std::snprintf(g_now, sizeof(g_now), "%2d %-34s %s", index, c.name.c_str(),
                   config_name(i).c_str());
@@ -162,13 +153,7 @@ static bool run_configs(const Case& c, int index, ElementType type, int num_sms,
     std::string wrong = run_three_times(problem, quantized.get(), i, num_sms, counter);
     alarm(0);
     if (wrong.empty()) wrong = check_coverage(problem);
-    const Worst w = compare(problem, references);
-    const bool pass = wrong.empty() && w.ratio <= 1;
-    good = good && pass;
-    std::printf("%s  %s  worst %.3f of the bound", pass ? "PASS" : "FAIL", g_now, w.ratio);
-    if (!pass) std::printf("\n      %s; %s", wrong.c_str(), w.describe().c_str());
-    std::printf("\n");
-    std::fflush(stdout);
+    good = report(g_now, wrong, compare(problem, references)) && good;
   }
   return good;
 }
@@ -344,8 +329,6 @@ static bool check_counters() {
 
 int main(int argc, char** argv) {
   const CommandLine given(argc, argv);
-  const int from = given.number("--from");
-  const char* part = given.text("--only");
   signal(SIGALRM, on_alarm);
   int num_sms = 0, *counter;
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0));
@@ -363,17 +346,11 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (given.has("--cached")) {
-    return run_cached_cases(given, cached_cases(), random_cached_case, [&](const auto& c, int i) {
-      return run_cached_case(c, i, num_sms, counter);
-    });
+    const auto run = [&](const auto& c, int i) { return run_cached_case(c, i, num_sms, counter); };
+    return run_cases(given, cached_cases(), random_cached_case, run).finish();
   }
-  const std::vector<Case> cases = forward_cases();
-  int failed = *part == 0 && from == 0 && !check_counters(), run = 0;
-  for (int i = from; i < static_cast<int>(cases.size()); ++i) {
-    if (cases[i].name.find(part) == std::string::npos) continue;
-    ++run;
-    if (!run_case(cases[i], i, num_sms, counter)) ++failed;
-  }
-  std::printf("%d cases, %d failed\n", run, failed);
-  return failed != 0;
+  Tally tally = run_cases(given, forward_cases(),
+                          [&](const Case& c, int i) { return run_case(c, i, num_sms, counter); });
+  if (!given.has("--only") && !given.has("--from")) tally.add(check_counters());
+  return tally.finish();
 }

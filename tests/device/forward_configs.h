@@ -4,11 +4,14 @@
 
 #include <cuda_runtime.h>
 
+#include "configs.h"
 #include "forward_check_configs.h"
 #include "launch/decode_params.h"
 #include "launch/params.h"
 
 namespace flashattn3 {
+
+using forward::kCheckConfigNames, forward::kCheckConfigs, forward::kNumCheckConfigs;
 
 constexpr ElementType kBf16 = ElementType::kBFloat16;
 constexpr ElementType kFp16 = ElementType::kFloat16;
@@ -16,15 +19,11 @@ constexpr ElementType kE4m3 = ElementType::kE4m3;
 constexpr ElementType kInt8 = ElementType::kInt8;
 
 // The cached kernel config with the smallest sufficient head dim; -1: none. tree: for a tree_mask.
-inline int cached_config(bool fp16, int head_dim, bool tree = false) {
-  int found = -1;
-  for (int i = 0; i < kNumCheckConfigs; ++i) {
-    const forward::Config& r = kCheckConfigs[i];
-    if (!r.cached || r.spans || r.tree != tree) continue;
-    if ((r.dtype == kFp16) != fp16 || r.head_dim < head_dim) continue;
-    if (found < 0 || r.head_dim < kCheckConfigs[found].head_dim) found = i;
-  }
-  return found;
+// spans: for split_tokens.
+inline int cached_config(bool fp16, int head_dim, bool tree = false, bool spans = false) {
+  return first_or_none(smallest_configs(kCheckConfigs, head_dim, [&](const forward::Config& r) {
+    return r.cached && r.spans == spans && r.tree == tree && (r.dtype == kFp16) == fp16;
+  }));
 }
 
 template <int kIndex>

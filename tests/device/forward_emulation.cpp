@@ -1,106 +1,154 @@
 // Runs the cached forward kernels, and those whose mask is lists, on the CPU
 // (emulation/emulation.h) and compares them with fp64: the problems of forward_check, with and
 // without --cached, that are short, on few and on many CTAs, one after the other.
-//   forward_emulation [--only part of a name]
-//   forward_emulation --random count [first]
-//       random problems instead, with seeds from `first` on
+//   forward_emulation [--spans] [--only part of a name]
+//       --spans: of the cached problems with spans (split_tokens), which the decode kernels then
+//       compute too: every row must get the same bits
+//   forward_emulation [--spans] --random count [--from seed]
+//       random cached problems instead
 // Exit code 0: all correct, 1: wrong values, a deadlock, or no case.
 #include <cstdio>
-#include <utility>
 
 #include "command_line.h"
+#include "decode/kernel.cuh"
+#include "decode_check_configs.h"
 #include "forward_cached_cases.h"
 #include "forward_cases.h"
 #include "forward_configs.h"
 #include "forward_params.h"
+#include "launch/byte_arguments.h"
 #include "launch/forward_cached.cuh"
 #include "launch/varlen_arguments.h"
 #include "run_grid.h"
 
+// Of the kernels, which declare it.
 namespace flashattn3::forward {
-alignas(
-    1024) thread_local uint8_t shared[emulation::kSharedBytes];  // of the kernel, which declares it
-}  // namespace flashattn3::forward
+alignas(1024) thread_local uint8_t shared[emulation::kSharedBytes];
+}
+namespace flashattn3::decode {
+alignas(1024) thread_local uint8_t shared[emulation::kSharedBytes];
+}
 
 using namespace flashattn3;
 
-// CTAs of a launch, and how to run one.
+// How to run a launch. memory: of its workspace.
 struct Launch {
-  int num_ctas, num_threads;
+  emulation::Grid grid;
   std::function<void()> kernel;
-  int num_prepare_ctas;  // 0: not varlen
-  std::function<void()> varlen_prepare;
+  int num_prepare_ctas = 0;  // 0: not varlen
+  std::function<void()> varlen_prepare = {};
+  uint8_t* shared = forward::shared;
 };
+using Memory = std::vector<uint8_t>;
 
-// Configs of float16 and bfloat16 differ in conversions alone: of every two, one is emulated.
-// Those of spans are in span_emulation.
+// Configs of float16 and bfloat16 differ in conversions alone: of every two, one is emulated; of
+// those with spans the one that decode_emulation has not.
 constexpr bool is_emulated(const forward::Config& config) {
   const bool is_fp16 = config.dtype == ElementType::kFloat16;
-  return !config.spans && is_fp16 == (config.head_dim != (config.listed ? 192 : 128));
+  if (config.spans) return is_fp16 == (config.head_dim == 128);
+  return is_fp16 == (config.head_dim != (config.listed ? 192 : 128));
 }
 
 template <forward::Config kConfig>
 static Launch prepare_listed(const ForwardParams& params) {
-  if constexpr (kConfig.listed && !is_quantized(kConfig.dtype) && is_emulated(kConfig)) {
-    const auto args = make_forward_arguments<kConfig>(params);
-    return {num_persistent_ctas(params, args.scheduler.num_tiles),
-            forward::num_threads(kConfig),
-            [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); },
-            0,
-            {}};
-  } else {
-    return {};
-  }
+  const auto args = make_forward_arguments<kConfig>(params);
+  return {{num_persistent_ctas(params, args.scheduler.num_tiles), forward::num_threads(kConfig)},
+          [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); }};
 }
 
 template <forward::Config kConfig>
-static Launch prepare(const char* name, const DecodeParams& params) {
-  if constexpr (kConfig.cached && is_emulated(kConfig)) {
-    check_cached_forward<kConfig>(name, params);
-    const ForwardParams forward = forward_params_of(params);
-    const auto args = make_cached_arguments<kConfig>(params, forward);
-    const varlen::Arguments before =
-        make_prepare_arguments(forward, forward_tile_shape<kConfig>(forward), 0, nullptr);
-    return {num_persistent_ctas(forward, args.scheduler.num_tiles), forward::num_threads(kConfig),
-            [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); },
-            forward.varlen ? num_prepare_ctas(forward) : 0, [before] { varlen::prepare(before); }};
-  } else {
-    return {};
+static Launch prepare_cached(DecodeParams params, Memory& memory) {
+  memory.assign(varlen_schedule_bytes(params.batch), 0xff);
+  params.workspace = memory.data();
+  check_cached_forward<kConfig>("cached forward", params);
+  const ForwardParams forward = forward_params_of(params);
+  const auto args = make_cached_arguments<kConfig>(params, forward);
+  const varlen::Arguments before =
+      make_prepare_arguments(forward, forward_tile_shape<kConfig>(forward), 0, nullptr);
+  return {{num_persistent_ctas(forward, args.scheduler.num_tiles), forward::num_threads(kConfig)},
+          [args] { forward::attention_kernel<forward::RolesOf<kConfig>>(args); },
+          forward.varlen ? num_prepare_ctas(forward) : 0,
+          [before] { varlen::prepare(before); }};
+}
+
+template <decode::Config kConfig>
+static Launch prepare_decode(DecodeParams params, Memory& memory) {
+  static decode::Counters counters{};
+  const DecodeGrid grid = DecodeGrid::of(params, kConfig);
+  memory.assign(grid.workspace_bytes(params.head_dim_v), 0x7f);
+  params.workspace = memory.data(), params.counters = &counters;
+  check_decode("decode", kConfig, params);
+  const decode::Arguments args = arguments_of<kConfig>(params, grid);
+  return {{grid.num_ctas, decode::num_threads(kConfig), 1, 1, decode::smem_bytes(kConfig)},
+          [args] { decode::decode_kernel<decode::KernelTraits<kConfig>>(args); },
+          0,
+          {},
+          decode::shared};
+}
+
+// The decode config that gives rows the bits of a config with spans.
+constexpr decode::Config decode_config_of(const forward::Config& config) {
+  for (const decode::Config& other : decode::kCheckConfigs) {
+    const bool fits = other.dtype == config.dtype && other.head_dim == config.head_dim;
+    if (other.spans && fits) return other;
   }
+  return {};
 }
 
 struct Prepare {
-  Launch (*cached)(const char*, const DecodeParams&);
   Launch (*listed)(const ForwardParams&);
+  Launch (*cached)(DecodeParams, Memory&);
+  Launch (*decode)(DecodeParams, Memory&);  // of a config with spans
 };
-template <size_t... kIndex>
-static std::vector<Prepare> prepares(std::index_sequence<kIndex...>) {
-  return {{&prepare<kCheckConfigs[kIndex]>, &prepare_listed<kCheckConfigs[kIndex]>}...};
-}
-static const std::vector<Prepare> kPrepare = prepares(std::make_index_sequence<kNumCheckConfigs>());
+static const std::vector<Prepare> kPrepare =
+    for_configs<kNumCheckConfigs>([]<size_t kIndex>() -> Prepare {
+      constexpr forward::Config kConfig = kCheckConfigs[kIndex];
+      if constexpr (!is_emulated(kConfig) || is_quantized(kConfig.dtype)) {
+        return {};
+      } else if constexpr (kConfig.spans) {
+        return {nullptr, &prepare_cached<kConfig>, &prepare_decode<decode_config_of(kConfig)>};
+      } else if constexpr (kConfig.cached) {
+        return {nullptr, &prepare_cached<kConfig>, nullptr};
+      } else if constexpr (kConfig.listed) {
+        return {&prepare_listed<kConfig>, nullptr, nullptr};
+      } else {
+        return {};
+      }
+    });
 
 struct Turn {
   const char* name;
   int num_sms;
   bool counted;
   uint32_t seed;
+  // Of decode kernels.
+  int resident = 0;  // CTAs that run at a time; 0: of a forward kernel
+  bool whole_tiles = false;
+
+  bool decodes() const { return resident > 0; }
 };
 constexpr Turn kTurns[] = {{"counted", 132, true, 1},
                            {"fixed order", 132, false, 2},
                            {"3 SMs", 3, false, 3},
-                           {"1 SM, counted", 1, true, 4}};
+                           {"1 SM, counted", 1, true, 4},
+                           {"decode, 132 SMs", 132, false, 1, 132},
+                           {"decode, 5 CTAs", 132, false, 7, 5},
+                           {"decode, 3 SMs", 3, false, 2, 1},
+                           {"decode, whole tiles", 132, false, 3, 1, true}};
 
 static Launch prepare_turn(DecodeProblem& problem, int config, const Turn& turn,
-                           decode::Counters& counters, std::vector<int32_t>& schedule) {
+                           decode::Counters& counters, Memory& memory) {
   DecodeParams params = make_params(problem, HostMemory(), problem.lse.data());
-  schedule.assign(varlen_schedule_bytes(params.batch) / 4, -1);
-  params.num_sms = turn.num_sms, params.workspace = schedule.data();
+  params.num_sms = turn.num_sms, params.whole_tiles = turn.whole_tiles;
   params.counters = turn.counted ? &counters : nullptr;
-  return kPrepare[config].cached(kCheckConfigNames[config], params);
+  if (!turn.decodes()) return kPrepare[config].cached(params, memory);
+  Launch launch = kPrepare[config].decode(params, memory);
+  launch.grid.resident = turn.resident;
+  return launch;
 }
 
 static Launch prepare_turn(Problem& problem, int config, const Turn& turn,
-                           decode::Counters& counters, std::vector<int32_t>&) {
+                           decode::Counters& counters, Memory&) {
   const HostMemory memory;
   ForwardParams params = make_params(problem, problem.lse.data(), memory);
   params.num_sms = turn.num_sms;
@@ -114,62 +162,52 @@ static std::string run(AnyProblem& problem, int config, const Turn& turn) {
   std::fill(problem.out.host.begin(), problem.out.host.end(), kNaN);
   std::fill(problem.lse.begin(), problem.lse.end(), NAN);
   decode::Counters counters{};
-  std::vector<int32_t> schedule;
-  const Launch launch = prepare_turn(problem, config, turn, counters, schedule);
+  Memory memory;
+  const Launch launch = prepare_turn(problem, config, turn, counters, memory);
+  emulation::shared_memory = launch.shared;
   if (launch.num_prepare_ctas > 0 &&
       !emulation::run(launch.varlen_prepare, {launch.num_prepare_ctas, varlen::kThreads},
                       turn.seed)) {
     return "deadlock in varlen::prepare";
   }
-  if (!emulation::run(launch.kernel, {launch.num_ctas, launch.num_threads}, turn.seed)) {
-    return "deadlock";
-  }
+  if (!emulation::run(launch.kernel, launch.grid, turn.seed)) return "deadlock";
   if (counters.tile[0] != 0 || counters.tile[1] != 0) return "the tile counter was not put back";
   return "";
 }
 
-static bool run_case(DecodeCase c) {
-  const auto config_of = [&] {
-    return cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v), c.tree);
-  };
-  c.fp16 = c.fp16 == is_emulated(kCheckConfigs[config_of()]);
-  const int config = config_of();
-  DecodeProblem problem(c);
-  const std::vector<DecodeRow> rows = reference_rows(problem);
+// Runs every turn, which must give the same bits. spans: also those of decode kernels.
+template <class AnyProblem>
+static bool run_turns(AnyProblem& problem, int config, bool spans,
+                      const std::vector<RowReference>& rows) {
   FirstResults first;
   for (const Turn& turn : kTurns) {
+    if (turn.decodes() && !spans) break;
     std::string wrong = run(problem, config, turn);
-    wrong += stray_elements(problem) + first.compare(problem);
+    wrong += first.compare(problem);
+    if (!turn.decodes() || problem.c.cu_q.empty()) wrong += check_coverage(problem);
     char launch[80];
-    std::snprintf(launch, sizeof(launch), "%-44s %-14s", c.name.c_str(), turn.name);
+    std::snprintf(launch, sizeof(launch), "%-44s %-20s", problem.c.name.c_str(), turn.name);
     if (!report(launch, wrong, compare(problem, rows))) return false;
   }
   return true;
 }
 
-// Returns whether all kernel configs of the case's smallest sufficient head dim are right, with the
-// same bits in every turn.
+static bool run_case(DecodeCase c) {
+  const auto config_of = [&] {
+    return cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v), c.tree, c.spans > 0);
+  };
+  c.fp16 = c.fp16 == is_emulated(kCheckConfigs[config_of()]);
+  DecodeProblem problem(c);
+  return run_turns(problem, config_of(), c.spans > 0, reference_rows(problem));
+}
+
+// Runs all kernel configs of the case's smallest sufficient head dim.
 static bool run_listed_case(Case c) {
   c.fp16 = c.fp16 == is_emulated(kCheckConfigs[listed_configs(c)[0]]);
   Problem problem(c);
-  const std::vector<Fp64Reference> references = compute_fp64_references(problem);
+  const std::vector<RowReference> rows = compute_fp64_references(problem);
   for (const int config : listed_configs(c)) {
-    std::vector<uint16_t> first;
-    for (const Turn& turn : kTurns) {
-      std::string wrong = run(problem, config, turn);
-      if (first.empty()) first = problem.out.host;
-      if (wrong.empty() && first != problem.out.host) wrong = "other bits";
-      if (wrong.empty()) wrong = check_coverage(problem);
-      const Worst worst = compare(problem, references);
-      const bool good = wrong.empty() && worst.ratio <= 1;
-      std::printf("%s  %-44s %-14s worst %.3f of the bound\n", good ? "PASS" : "FAIL",
-                  c.name.c_str(), turn.name, worst.ratio);
-      if (!good) {
-        std::printf("      %s; %s\n", kCheckConfigNames[config],
-                    (wrong.empty() ? worst.describe() : wrong).c_str());
-        return false;
-      }
-    }
+    if (!run_turns(problem, config, false, rows)) return false;
   }
   return true;
 }
@@ -191,30 +229,27 @@ static bool is_short(const DecodeCase& c) {
   return blocks * c.heads_q * ((c.seqlen_q + 191) / 192) * c.head_dim / 64 <= kMostBlocks;
 }
 
+// Gives a case spans. Returns whether there are kernels for it.
+static bool add_spans(DecodeCase& c, uint32_t seed) {
+  std::mt19937 random(seed);
+  c.tree = false;
+  c.spans = 128 * (1 + static_cast<int>(random() % 4));
+  c.sinks = random() % 3 == 0;
+  return cached_config(c.fp16, std::max(c.head_dim, c.head_dim_v), false, true) >= 0;
+}
+
 int main(int argc, char** argv) {
-  std::vector<DecodeCase> cases;
-  std::vector<Case> listed;
   const CommandLine given(argc, argv);
-  if (given.has("--random")) {
-    for (int i = 0; i < given.number("--random"); ++i) {
-      const DecodeCase c = random_cached_case(given.number("--random", 0, 2) + i);
-      if (is_short(c)) cases.push_back(c);
-    }
-  } else {
-    const char* part = given.text("--only");
-    for (const DecodeCase& c : cached_cases()) {
-      if (c.name.find(part) != std::string::npos && is_short(c)) cases.push_back(c);
-    }
-    for (const Case& c : forward_cases()) {
-      if (c.lists_heads == 0 || c.name.find(part) == std::string::npos) continue;
-      if (num_blocks(c) <= kMostBlocks) listed.push_back(c);
-    }
-  }
-  emulation::shared_memory = forward::shared;
-  int failed = 0;
-  for (const DecodeCase& c : cases) failed += !run_case(c);
-  for (const Case& c : listed) failed += !run_listed_case(c);
-  const size_t run = cases.size() + listed.size();
-  std::printf("%zu cases, %d failed\n", run, failed);
-  return failed != 0 || run == 0;
+  const bool spans = given.has("--spans");
+  const auto run_short = [&](DecodeCase c, int i) -> std::optional<bool> {
+    if ((spans && !add_spans(c, i)) || !is_short(c)) return std::nullopt;
+    return run_case(c);
+  };
+  const auto run_listed = [](const Case& c, int) -> std::optional<bool> {
+    if (c.lists_heads == 0 || num_blocks(c) > kMostBlocks) return std::nullopt;
+    return run_listed_case(c);
+  };
+  Tally tally = run_cases(given, cached_cases(), random_cached_case, run_short);
+  if (!spans && !given.has("--random")) tally.add(run_cases(given, forward_cases(), run_listed));
+  return tally.finish();
 }

@@ -28,10 +28,10 @@ inline std::string check_coverage(Problem& p) {
 }
 
 // fp64 references of rows at the edges of tiles and of 12 random rows per head.
-inline std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
+inline std::vector<RowReference> compute_fp64_references(Problem& p) {
   const Case& c = p.c;
   std::mt19937 random(99);
-  std::vector<Fp64Reference> references;
+  std::vector<RowReference> references;
   for (int b = 0; b < c.batch; ++b) {
     const int length = p.queries(b).length;
     for (int h = 0; h < c.heads_q; ++h) {
@@ -50,14 +50,8 @@ inline std::vector<Fp64Reference> compute_fp64_references(Problem& p) {
 // Indices of the kernel configs with lists of a case's dtype with the smallest sufficient head dim
 // and a sufficient one of V.
 inline std::vector<int> listed_configs(const Case& c) {
-  using flashattn3::kCheckConfigs;
-  std::vector<int> found;
-  for (int i = 0; i < flashattn3::kNumCheckConfigs; ++i) {
-    const flashattn3::forward::Config& r = kCheckConfigs[i];
-    if (!r.listed || r.dtype != (c.fp16 ? flashattn3::kFp16 : flashattn3::kBf16)) continue;
-    if (r.head_dim < c.head_dim || r.head_dim_v < c.head_dim_v) continue;
-    if (!found.empty() && r.head_dim < kCheckConfigs[found[0]].head_dim) found.clear();
-    if (found.empty() || r.head_dim == kCheckConfigs[found[0]].head_dim) found.push_back(i);
-  }
-  return found;
+  const auto type = c.fp16 ? flashattn3::kFp16 : flashattn3::kBf16;
+  return smallest_configs(flashattn3::kCheckConfigs, c.head_dim, [&](const auto& r) {
+    return r.listed && r.dtype == type && r.head_dim_v >= c.head_dim_v;
+  });
 }

@@ -46,27 +46,27 @@ struct Problem : Inputs {
     });
   }
 
+  const uint16_t* out_of(const RowReference& r) const {
+    const Rows rows = queries(r.b);
+    return out.row(rows.batch_coord, rows.offset + r.row, r.h);
+  }
+  float lse_of(const RowReference& r) const { return lse[row_index(queries(r.b), r.row, r.h)]; }
+
   explicit Problem(const Case& c)
       : Inputs(c),
         out(q.batch, q.seq, c.heads_q, c.head_dim_v, c.head_major, c.pitch_padding),
         lse(num_rows()) {}
 };
 
-// Expected values of one row and their bounds. P and out are rounded to 16 bits: 2 rounding errors
-// of sum |p v|. The error of fp32 scores grows with the scores.
-struct Fp64Reference {
-  int b, h, s;
-  std::vector<double> out, out_bound;
-  double lse, lse_bound;
-};
-
-inline void compute_fp64_reference(Problem& problem, Fp64Reference& truth) {
+// P and out are rounded to 16 bits: 2 rounding errors of sum |p v|. The error of fp32 scores grows
+// with the scores.
+inline void compute_fp64_reference(Problem& problem, RowReference& truth) {
   const Case& c = problem.c;
   const Rows rows = problem.queries(truth.b), cols = problem.keys(truth.b);
   const int kv = truth.h / (c.heads_q / c.heads_kv);
   int begin, end;
-  problem.visible(truth.b, truth.s, begin, end);
-  const uint16_t* q = problem.q.row(rows.batch_coord, rows.offset + truth.s, truth.h);
+  problem.visible(truth.b, truth.row, begin, end);
+  const uint16_t* q = problem.q.row(rows.batch_coord, rows.offset + truth.row, truth.h);
   std::vector<double> p(std::max(0, end - begin));
   double largest = 0;
   for (int j = begin; j < end; ++j) {
@@ -74,40 +74,20 @@ inline void compute_fp64_reference(Problem& problem, Fp64Reference& truth) {
     double x = c.scale * dot(q, k, c.head_dim, c.fp16);
     largest = std::max(largest, std::fabs(x));
     if (c.softcap > 0) x = c.softcap * std::tanh(x / c.softcap);
-    x += problem.term(truth.b, truth.h, truth.s, j);
+    x += problem.term(truth.b, truth.h, truth.row, j);
     if (x != -INFINITY) largest = std::max(largest, std::fabs(x));
     p[j - begin] = x;
   }
   truth.lse = softmax(p, problem.sink(truth.h));
-  truth.out.assign(c.head_dim_v, 0.0);
-  truth.out_bound.assign(c.head_dim_v, 0.0);
-  for (int j = begin; j < end; ++j) {
-    const uint16_t* v = problem.v.row(cols.batch_coord, cols.offset + j, kv);
-    for (int i = 0; i < c.head_dim_v; ++i) {
-      const double pv = p[j - begin] * to_float(v[i], c.fp16);
-      truth.out[i] += pv;
-      truth.out_bound[i] += std::fabs(pv);
-    }
-  }
-  for (double& x : truth.out_bound)
+  truth.sum(p, c.head_dim_v, [&](int j) {
+    const uint16_t* v = problem.v.row(cols.batch_coord, cols.offset + begin + j, kv);
+    return [&c, v](int i) { return to_float(v[i], c.fp16); };
+  });
+  for (double& x : truth.bound)
     x = x * (1.5 * problem.rounding + 2 * problem.score_error * largest) + 1e-6;
   double squares = 0, sum = 0;
   for (double x : p) squares += x * x, sum += x;
   truth.lse_bound =
       problem.lse_error + problem.score_error * largest +
       std::min(0.085, sum == 0 ? 0 : 6 * problem.lse_rounding * std::sqrt(squares) / sum);
-}
-
-inline Worst compare(Problem& problem, const std::vector<Fp64Reference>& references) {
-  Worst worst;
-  for (const Fp64Reference& t : references) {
-    const Rows rows = problem.queries(t.b);
-    const uint16_t* out = problem.out.row(rows.batch_coord, rows.offset + t.s, t.h);
-    const double lse = problem.lse[problem.row_index(rows, t.s, t.h)];
-    worst.consider(t.b, t.h, t.s, -1, t.lse, lse, t.lse_bound);
-    for (int i = 0; i < problem.c.head_dim_v; ++i) {
-      worst.consider(t.b, t.h, t.s, i, t.out[i], to_float(out[i], problem.c.fp16), t.out_bound[i]);
-    }
-  }
-  return worst;
 }

@@ -2,22 +2,16 @@
 // power-of-two descales, so that the fp64 reference has the same inputs as the kernel.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "cache_bytes.h"
 #include "forward_problem.h"
 #include "launch/params.h"
 
 constexpr int kBlockTokens = 128;  // tokens that share a descale
-
-inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
-inline float from_e4m3(uint8_t bits) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
-}
 
 // An 8-bit type: its largest number, and the conversions from and to float.
 struct Narrow {
@@ -25,10 +19,9 @@ struct Narrow {
   uint8_t (*from_float)(float);
   float (*to_float)(uint8_t);
 };
-constexpr Narrow kToE4m3{448.f, to_e4m3, from_e4m3};
+constexpr Narrow kToE4m3{448.f, e4m3_of, of_e4m3};
 constexpr Narrow kToInt8{
-    127.f, [](float x) { return static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x))); },
-    [](uint8_t bits) { return static_cast<float>(static_cast<int8_t>(bits)); }};
+    127.f, int8_of, [](uint8_t bits) { return static_cast<float>(static_cast<int8_t>(bits)); }};
 
 // One of q, k and v: the tokens of `source` with head dims padded to a multiple of 16 bytes, NaN
 // outside the sequences; and descales (batch, heads, blocks).

@@ -34,6 +34,13 @@ static void check(cudaError_t status) {
   _exit(4);
 }
 
+// Returns an error message, or "".
+[[maybe_unused]] static std::string check_counter(const int* tile_counter) {
+  int counts[2];
+  check(cudaMemcpy(counts, tile_counter, 8, cudaMemcpyDeviceToHost));
+  return counts[0] == 0 && counts[1] == 0 ? "" : " the tile counter was not put back;";
+}
+
 template <class Value>
 static Value* device_copy(const std::vector<Value>& values) {
   const size_t bytes = values.size() * sizeof(Value);

@@ -1,23 +1,25 @@
-// The programs share these checks of results: the softmax of a row, the worst element, and which
-// elements may be written.
+// The programs share these checks of results: the softmax of a row, the worst element, the bits of
+// launches, and which elements may be written.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "tensors.h"
 
 // Turns the scores of a row, -inf if hidden, into probabilities. Returns lse. A sink of +inf leaves
-// the keys nothing.
+// the keys nothing; a score of NaN makes all NaN.
 inline double softmax(std::vector<double>& scores, double sink) {
   double top = sink;
   for (const double x : scores) top = std::max(top, x);
   if (top == INFINITY) {
-    std::fill(scores.begin(), scores.end(), 0.);
-    return INFINITY;
+    const bool lost = std::any_of(scores.begin(), scores.end(), [](double x) { return x != x; });
+    std::fill(scores.begin(), scores.end(), lost ? NAN : 0.);
+    return lost ? NAN : INFINITY;
   }
   if (top == -INFINITY) top = 0;
   double sum = std::exp(sink - top);
@@ -54,6 +56,66 @@ struct Worst {
     return text;
   }
 };
+
+// A row's expected values and their bounds.
+struct RowReference {
+  int b, h, row;
+  std::vector<double> out, bound;
+  double lse, lse_bound;
+
+  // Sets out and the sums of magnitudes in `bound` from probabilities. value_of(j): the function
+  // that gives the elements of key j's value; it is not called for a probability of 0 or NaN.
+  template <class ValueOf>
+  void sum(const std::vector<double>& p, int dim, ValueOf value_of) {
+    out.assign(dim, 0.), bound.assign(dim, 0.);
+    for (size_t j = 0; j < p.size(); ++j) {
+      if (p[j] == 0) continue;
+      if (std::isnan(p[j])) return out.assign(dim, p[j]);
+      const auto value = value_of(static_cast<int>(j));
+      for (int i = 0; i < dim; ++i) {
+        const double x = p[j] * value(i);
+        out[i] += x, bound[i] += std::fabs(x);
+      }
+    }
+  }
+};
+
+// problem.out_of(row), problem.lse_of(row): where its results are.
+template <class AnyProblem>
+Worst compare(AnyProblem& problem, const std::vector<RowReference>& rows) {
+  Worst worst;
+  for (const RowReference& r : rows) {
+    const uint16_t* out = problem.out_of(r);
+    worst.consider(r.b, r.h, r.row, -1, r.lse, problem.lse_of(r), r.lse_bound);
+    for (int i = 0; i < static_cast<int>(r.out.size()); ++i) {
+      worst.consider(r.b, r.h, r.row, i, r.out[i], to_float(out[i], problem.c.fp16), r.bound[i]);
+    }
+  }
+  return worst;
+}
+
+// The results of a case's first launch, whose bits others must have.
+struct FirstResults {
+  std::vector<uint16_t> out;
+  std::vector<float> lse;
+
+  // Keeps the first. Returns an error message, or "".
+  template <class AnyProblem>
+  std::string compare(const AnyProblem& p) {
+    if (out.empty()) out = p.out.host, lse = p.lse;
+    const bool same = out == p.out.host && !std::memcmp(lse.data(), p.lse.data(), lse.size() * 4);
+    return same ? "" : " other bits than before;";
+  }
+};
+
+// Prints what became of a launch. Returns whether it is right.
+inline bool report(const std::string& launch, const std::string& wrong, const Worst& w) {
+  const bool pass = wrong.empty() && w.ratio <= 1;
+  std::printf("%s  %s worst %.3f of the bound", pass ? "PASS" : "FAIL", launch.c_str(), w.ratio);
+  std::printf(pass ? "\n" : "\n     %s %s\n", wrong.c_str(), w.describe().c_str());
+  std::fflush(stdout);
+  return pass;
+}
 
 // The owner of a result's element: nothing, no sequence of a varlen batch, a sequence, or the
 // padding columns of a sequence up to a multiple of 8.

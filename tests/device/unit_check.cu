@@ -4,9 +4,8 @@
 // Exit code 0: all passed, 1: a test failed or none ran, 3: a test hung, 4: a CUDA error; after 3
 // and 4 it prints the --from with which to continue.
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 
+#include "command_line.h"
 #include "unit/attention/alibi_test.cuh"
 #include "unit/attention/bias_test.cuh"
 #include "unit/attention/block_list_test.cuh"
@@ -40,27 +39,13 @@
 #include "unit/tile/tma_store_test.cuh"
 
 int main(int argc, char** argv) {
-  bool host_only = false;
-  size_t from = 0;
-  const char* part = "";
-  for (int i = 1; i < argc; ++i) {
-    if (!std::strcmp(argv[i], "--host")) {
-      host_only = true;
-    } else if (!std::strcmp(argv[i], "--from") && i + 1 < argc) {
-      from = std::strtoul(argv[++i], nullptr, 10);
-    } else if (!std::strcmp(argv[i], "--only") && i + 1 < argc) {
-      part = argv[++i];
-    } else {
-      std::printf("usage: unit_check [--host] [--from test] [--only part of a name]\n");
-      return 1;
-    }
-  }
+  const CommandLine given(argc, argv);
   signal(SIGALRM, on_alarm);
   int run = 0, failed = 0;
-  for (size_t i = from; i < unit::all_tests().size(); ++i) {
+  for (size_t i = given.number("--from"); i < unit::all_tests().size(); ++i) {
     const unit::Test& test = unit::all_tests()[i];
-    if (host_only && test.where == unit::Where::kGpu) continue;
-    if (std::strstr(test.name, part) == nullptr) continue;
+    if (given.has("--host") && test.where == unit::Where::kGpu) continue;
+    if (!has_part(test.name, given.text("--only"))) continue;
     g_case = static_cast<int>(i);
     std::snprintf(g_now, sizeof(g_now), "%s", test.name);
     alarm(30);

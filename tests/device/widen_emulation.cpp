@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "command_line.h"
 #include "decode_cases.h"
 #include "forward/widen_cache.cuh"
 #include "launch/widen_arguments.h"
@@ -120,21 +121,19 @@ int main(int argc, char** argv) {
   std::vector<DecodeCase> cases = decode_cases();
   for (int i = seed; i < seed + count; ++i) cases.push_back(random_decode_case(i, 2000));
   emulation::shared_memory = shared;
-  int failed = 0, num_cases = 0;
+  Tally tally;
   for (DecodeCase& c : cases) {
     if (!c.has_bytes() || !is_small(c)) continue;
     if (c.page_descales || c.token_descales) c.descales = false;
-    ++num_cases;
     DecodeProblem problem(c);
     std::string wrong;
     for (const Turn& turn : {Turn{132, c.heads_kv, 0, 0}, Turn{1, 1, 7, 0}, Turn{2, 2, 64, 5}}) {
-      if (wrong.empty()) wrong = run(problem, turn, num_cases);
+      if (wrong.empty()) wrong = run(problem, turn, tally.run + 1);
     }
     std::printf("%s  %s%s%s\n", wrong.empty() ? "PASS" : "FAIL", c.name.c_str(),
                 wrong.empty() ? "" : "\n     ", wrong.c_str());
     std::fflush(stdout);
-    failed += !wrong.empty();
+    tally.add(wrong.empty());
   }
-  std::printf("%d cases, %d failed\n", num_cases, failed);
-  return failed != 0 || num_cases == 0;
+  return tally.finish();
 }
