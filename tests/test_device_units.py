@@ -1,7 +1,8 @@
 """The unit tests of csrc/tile and csrc/attention: tests/device/unit_check.cu.
 
-Each header has a file of tests. The program compiles without a GPU, and its tests of block ranges,
-tile order, shares of work, lengths, descales and register coordinates run on the host.
+Each header has a file of tests, or an emulation that runs every line of it. The program compiles
+without a GPU, and its tests of block ranges, tile order, shares of work, descales and register
+coordinates run on the host.
 
 And kernels on the CPU: tests/device/append_emulation.cpp, decode_emulation.cpp,
 forward_emulation.cpp (of cached calls and listed masks), widen_emulation.cpp and
@@ -22,17 +23,25 @@ from helpers import ROOT
 if not (ROOT / "build_support").is_dir():
     pytest.skip("needs a source checkout", allow_module_level=True)
 
-from support.checkout import checkout_to_build_in
+from support.checkout import checkout_to_build_in, find_toolchain
 
 # The test that builds a program waits for the compiler: minutes of a slow CPU.
 pytestmark = pytest.mark.timeout(2700)
 DEVICE_TESTS = ROOT / "tests" / "device"
 FOLDERS = ("tile", "attention")
+# Emulations find mistakes in these.
+EMULATED = {
+    "attention/cached_keys.cuh": "widen",
+    "attention/rotary_angles.cuh": "append",
+    "attention/row_stats.cuh": "decode",
+    "attention/span_softmax.cuh": "forward",
+}
 HEADERS = [
     path.relative_to(ROOT / "csrc")
     for folder in FOLDERS
     for path in sorted((ROOT / "csrc" / folder).iterdir())
     if path.name not in ("score_term.h", "list_sizes.h")  # two enumerations, three sizes
+    and str(path.relative_to(ROOT / "csrc")) not in EMULATED
 ]
 HEADERS.append(Path("decode/work_share.cuh"))  # the header of a kernel folder that has tests
 
@@ -169,6 +178,17 @@ def test_kernels_on_the_cpu(checkout, name):
     assert fewest <= cases <= most
     if check is not None:
         check(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("header", EMULATED)
+def test_a_header_without_unit_tests_is_emulated(checkout, header):
+    """A header of tests/device/emulation could take its place."""
+    program = build(checkout, f"{EMULATED[header]}_emulation")
+    command = find_toolchain().ninja, "-C", program.parent, "-t", "deps"
+    target = f"device/{program.name}.cpp.o"
+    deps = subprocess.run([*command, target], capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"csrc/{header}$", deps, re.MULTILINE), deps
 
 
 @pytest.mark.sweep

@@ -1,5 +1,5 @@
-// attention/bias.cuh: a register gets the element of its row and column, as keys or as queries, and
-// what the backward writes is where it was read.
+// attention/bias.cuh: a register of scores gets the element of its row and column. The emulation of
+// the backward has keys as rows.
 #pragma once
 
 #include "../unit.cuh"
@@ -48,48 +48,6 @@ inline void check_add(Result& result) {
   }
 }
 
-// 64 queries x 64 keys; a thread has the keys of its rows. found: log2 of the probabilities, and
-// the tile after each has been replaced by its register's number.
-__global__ void exponentiate(float* found, uint8_t* staged) {
-  uint8_t* tile = shared_memory();
-  fill(tile, 64, 64);
-  const uint32_t columns =
-      cute::cast_smem_ptr_to_uint(tile) + transposed_columns_of_lane(threadIdx.x);
-  float s[32], lse[32];
-  for (int i = 0; i < 32; ++i) {
-    s[i] = 0.f;
-    // Near the bias in log2 units, so that no probability underflows.
-    lse[i] = 1.44269504f * value(thread_column(threadIdx.x) + register_column(i), 0) - i;
-  }
-  exponentiate_with_bias<kElement>(s, lse, 1.f, columns);
-  uint32_t word[4][4];
-  for (int i = 0; i < 16; ++i) word[i / 4][i % 4] = pack<kElement>(2 * i, 2 * i + 1);
-  stage_transposed(columns, word);
-  __syncthreads();
-  for (int i = 0; i < 32; ++i) found[threadIdx.x * 32 + i] = __log2f(s[i]);
-  for (int i = threadIdx.x; i < 64 * 128; i += blockDim.x) staged[i] = tile[i];
-}
-
-inline void check_exponentiate(Result& result) {
-  Array<float> found(128 * 32);
-  Array<uint8_t> staged(64 * 128);
-  launch(exponentiate, 1, 128, tile_bytes(64, 128), found.device(), staged.device());
-  const std::vector<float> exponents = found.download();
-  const std::vector<uint8_t> bytes = staged.download();
-  for (int thread = 0; thread < 128; ++thread) {
-    for (int i = 0; i < 32; ++i) {
-      const int key = thread_row(thread) + register_row(i);
-      const int query = thread_column(thread) + register_column(i);
-      const double wanted = 1.44269504 * (value(query, key) - value(query, 0)) + i;
-      result.compare(wanted, exponents[thread * 32 + i], 1e-3, "exponent", thread, i);
-      __half replaced;
-      std::memcpy(&replaced, &bytes[tile_offset(64, query, 2 * key)], 2);
-      result.equal(i, __half2float(replaced), "replaced", thread, i);
-    }
-  }
-}
-
-static const Tests kTests = {{"attention/bias: added to scores", Where::kGpu, check_add},
-                             {"attention/bias: keys as rows", Where::kGpu, check_exponentiate}};
+static const Tests kTests = {{"attention/bias: added to scores", Where::kGpu, check_add}};
 
 }  // namespace unit::bias

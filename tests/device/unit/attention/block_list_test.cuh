@@ -1,15 +1,12 @@
-// attention/block_list.cuh, and the masks of variant.cuh and the backward, against the definition
-// of visibility, key by key.
+// attention/block_list.cuh against the definition of visibility, key by key. The emulations compare
+// masked scores and probabilities.
 #pragma once
 
 #include <algorithm>
 
 #include "../unit.cuh"
 #include "attention/block_list.cuh"
-#include "attention/variant.cuh"
-#include "backward/probabilities.cuh"
 #include "backward/work_tile.cuh"
-#include "tile/fragment.h"
 
 namespace unit::block_list {
 
@@ -172,84 +169,9 @@ inline void check_m_blocks(Result& result) {
   }
 }
 
-// Scores that hold the number of their element, masked, in `found`. CTA b masks rows from 64 * b
-// on; all tiles of keys of a row of CTAs are next to each other.
-template <int kN, bool kMasked>
-__global__ void mask_all_scores(Mask mask, int num_n_blocks, float* found) {
-  for (int block = 0; block < num_n_blocks; ++block) {
-    float s[kN / 2];
-    for (int i = 0; i < kN / 2; ++i) s[i] = static_cast<float>(i);
-    const int row = 64 * static_cast<int>(blockIdx.x) + thread_row(threadIdx.x);
-    mask_scores<kN, kMasked>(s, mask, row, block * kN);
-    for (int i = 0; i < kN / 2; ++i) {
-      const int column = block * kN + thread_column(threadIdx.x) + register_column(i);
-      found[(row + register_row(i)) * (num_n_blocks * kN) + column] = s[i];
-    }
-  }
-}
-
-// The register that holds a column of a tile, of both rows that its thread has.
-constexpr int register_of(int row, int column) {
-  return column / 8 * 4 + row % 16 / 8 * 2 + column % 2;
-}
-
-template <int kN, bool kMasked>
-void check_scores(Result& result) {
-  for (const Case& c : all_cases()) {
-    const int m_blocks = (c.num_rows + 63) / 64, n_blocks = c.num_keys / kN + 1;
-    const auto s = results_of<float>(64 * m_blocks * n_blocks * kN, mask_all_scores<kN, kMasked>,
-                                     m_blocks, 128, 0, c.mask(), n_blocks);
-    const std::string what = name("mask_scores", c);
-    for (int row = 0; row < c.num_rows; ++row) {
-      for (int key = 0; key < n_blocks * kN; ++key) {
-        const bool kept = kMasked ? c.visible(row, key) : key < c.num_keys;
-        const float number = static_cast<float>(register_of(row, key % kN));
-        result.equal(kept ? number : -INFINITY, s[row * (n_blocks * kN) + key], what, row, key);
-      }
-    }
-  }
-}
-
-// The same for probabilities of keys x queries. CTA b masks keys from 64 * b on.
-template <int kM>
-__global__ void mask_all_probabilities(Mask mask, int num_m_blocks, float* found) {
-  for (int block = 0; block < num_m_blocks; ++block) {
-    float p[kM / 2];
-    for (int i = 0; i < kM / 2; ++i) p[i] = 1.f + i;
-    const int key = 64 * static_cast<int>(blockIdx.x) + thread_row(threadIdx.x);
-    backward::mask_probabilities<kM>(p, mask, key, block * kM);
-    for (int i = 0; i < kM / 2; ++i) {
-      const int row = block * kM + thread_column(threadIdx.x) + register_column(i);
-      found[(key + register_row(i)) * (num_m_blocks * kM) + row] = p[i];
-    }
-  }
-}
-
-template <int kM>
-void check_probabilities(Result& result) {
-  for (const Case& c : all_cases()) {
-    const int n_blocks = c.num_keys / 64 + 1, m_blocks = (c.num_rows + kM - 1) / kM;
-    const auto p = results_of<float>(64 * n_blocks * m_blocks * kM, mask_all_probabilities<kM>,
-                                     n_blocks, 128, 0, c.mask(), m_blocks);
-    const std::string what = name("mask_probabilities", c);
-    for (int key = 0; key < 64 * n_blocks; ++key) {
-      for (int row = 0; row < c.num_rows; ++row) {
-        const float number = 1.f + register_of(key, row % kM);
-        result.equal(c.visible(row, key) ? number : 0.f, p[key * (m_blocks * kM) + row], what, key,
-                     row);
-      }
-    }
-  }
-}
-
 static const Tests kTests = {
     {"attention/block_list: blocks of keys", Where::kHost, check_n_blocks},
     {"attention/block_list: hidden keys", Where::kHost, check_hidden_keys},
-    {"attention/block_list: blocks of queries", Where::kHost, check_m_blocks},
-    {"attention/block_list: scores, 64 keys", Where::kGpu, check_scores<64, true>},
-    {"attention/block_list: scores, 80 keys", Where::kGpu, check_scores<80, true>},
-    {"attention/block_list: scores, end of keys alone", Where::kGpu, check_scores<80, false>},
-    {"attention/block_list: probabilities, 64 queries", Where::kGpu, check_probabilities<64>},
-    {"attention/block_list: probabilities, 32 queries", Where::kGpu, check_probabilities<32>}};
+    {"attention/block_list: blocks of queries", Where::kHost, check_m_blocks}};
 
 }  // namespace unit::block_list

@@ -1,5 +1,5 @@
 // attention/mask_lists.cuh: the blocks of work tiles, whatever the lists hold, groups of them, and
-// bits.
+// bits of half a block. The emulations of masks as lists compare those of a block.
 #pragma once
 
 #include "../unit.cuh"
@@ -93,17 +93,6 @@ inline void check_groups(Result& result) {
   }
 }
 
-constexpr int kRegisters = 96;
-
-__global__ void store_hidden(const uint8_t* tile, float* found) {
-  float s[kRegisters];
-  for (int i = 0; i < kRegisters; ++i) s[i] = 1.f;
-  ThreadBits<3> bits;
-  bits.fill(0, ~0u), bits.load(1, tile), bits.fill(2, 0);
-  bits.hide(s, 0.f);
-  for (int i = 0; i < kRegisters; ++i) found[threadIdx.x * kRegisters + i] = s[i];
-}
-
 // Of a warpgroup whose first row is first_row: half of a block's columns.
 __global__ void store_half_hidden(const uint8_t* tile, int first_row, int half, float* found) {
   float s[HalfBlockBits::kRegisters];
@@ -113,36 +102,6 @@ __global__ void store_half_hidden(const uint8_t* tile, int first_row, int half, 
   bits.hide(s, 0.f);
   for (int i = 0; i < HalfBlockBits::kRegisters; ++i) {
     found[threadIdx.x * HalfBlockBits::kRegisters + i] = s[i];
-  }
-}
-
-// The registers of a block, then those of half a block.
-__global__ void store_rows(int num_rows, float* found) {
-  constexpr int kAll = 3 * HalfBlockBits::kRegisters;
-  const int mine = num_rows - thread_row(threadIdx.x);
-  float s[2 * HalfBlockBits::kRegisters], half[HalfBlockBits::kRegisters];
-  for (float& x : s) x = 1.f;
-  for (float& x : half) x = 1.f;
-  ThreadBits<1> bits;
-  bits.fill_rows(0, mine), bits.hide(s, 0.f);
-  HalfBlockBits half_bits;
-  half_bits.fill_rows(mine), half_bits.hide(half, 0.f);
-  for (int i = 0; i < kAll; ++i) {
-    const int of_half = i - 2 * HalfBlockBits::kRegisters;
-    found[threadIdx.x * kAll + i] = of_half < 0 ? s[i] : half[of_half];
-  }
-}
-
-inline void check_rows(Result& result) {
-  constexpr int kAll = 3 * HalfBlockBits::kRegisters;
-  for (const int num_rows : {-70, 0, 1, 8, 9, 40, 63, 64, 200}) {
-    const auto at = results_of<float>(128 * kAll, store_rows, 1, 128, 0, num_rows);
-    for (int t = 0; t < 128; ++t) {
-      for (int i = 0; i < kAll; ++i) {
-        const bool wanted = thread_row(t) + register_row(i) < num_rows;
-        result.equal(wanted, at[t * kAll + i], "of " + std::to_string(num_rows), t, i);
-      }
-    }
   }
 }
 
@@ -167,28 +126,8 @@ inline void check_half_bits(Result& result) {
   }
 }
 
-// Both warpgroups of the 128 rows of a group: a full block, one with bits, and a hidden one.
-inline void check_bits(Result& result) {
-  std::mt19937_64 random(1);
-  std::vector<uint64_t> rows(kListRows);
-  for (uint64_t& row : rows) row = random();
-  Array<uint64_t> given(rows);
-  const auto found = results_of<float>(256 * kRegisters, store_hidden, 1, 256, 0,
-                                       reinterpret_cast<const uint8_t*>(given.device()));
-  for (int t = 0; t < 256; ++t) {
-    for (int i = 0; i < kRegisters; ++i) {
-      const int row = thread_row(t) + register_row(i);
-      const int column = thread_column(t) + register_column(i) - kListColumns;
-      const bool wanted = i < 32 || (i < 64 && (rows[row] >> column & 1));
-      result.equal(wanted, found[t * kRegisters + i], "score", t, i);
-    }
-  }
-}
-
 static const Tests kTests = {{"attention/mask_lists: blocks", Where::kGpu, check_blocks},
                              {"attention/mask_lists: groups", Where::kGpu, check_groups},
-                             {"attention/mask_lists: bits", Where::kGpu, check_bits},
-                             {"attention/mask_lists: half bits", Where::kGpu, check_half_bits},
-                             {"attention/mask_lists: rows", Where::kGpu, check_rows}};
+                             {"attention/mask_lists: half bits", Where::kGpu, check_half_bits}};
 
 }  // namespace unit::mask_lists

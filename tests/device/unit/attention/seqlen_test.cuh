@@ -44,27 +44,6 @@ inline void check_rows(Result& result) {
   }
 }
 
-__global__ void store_rows(SequenceTable table, int2* found) {
-  const Sequence rows = find_sequence(table, threadIdx.x);
-  found[threadIdx.x] = make_int2(rows.offset, rows.length);
-}
-
-inline void check_rows_on_gpu(Result& result) {
-  for (const Case& c : all_cases()) {
-    Array<int> cu(c.cu.empty() ? std::vector<int>(1) : c.cu);
-    Array<int> used(c.used.empty() ? std::vector<int>(1) : c.used);
-    const SequenceTable table{c.cu.empty() ? nullptr : cu.device(),
-                              c.used.empty() ? nullptr : used.device(), c.longest, c.total};
-    const auto found = results_of<int2>(c.batch, store_rows, 1, c.batch, 0, table);
-    for (int b = 0; b < c.batch; ++b) {
-      const Rows wanted = find_rows(c.cu, c.used, c.longest, c.total, b);
-      result.equal(wanted.offset, found[b].x, "offset", b, c.total);
-      result.equal(wanted.length, found[b].y, "length", b, c.total);
-    }
-  }
-}
-
-static const Tests kTests = {{"attention/seqlen: rows", Where::kHost, check_rows},
-                             {"attention/seqlen: rows on the GPU", Where::kGpu, check_rows_on_gpu}};
+static const Tests kTests = {{"attention/seqlen: rows", Where::kHost, check_rows}};
 
 }  // namespace unit::seqlen

@@ -140,17 +140,6 @@ inline void check_exp2(Result& result) {
   }
 }
 
-__global__ void store_quads(float* found) {
-  found[threadIdx.x] = quad_sum(static_cast<float>(1u << threadIdx.x));
-}
-
-inline void check_quads(Result& result) {
-  const auto found = results_of<float>(32, store_quads, 1, 32, 0);
-  for (int lane = 0; lane < 32; ++lane) {
-    result.equal(std::ldexp(15., lane / 4 * 4), found[lane], "quad_sum", lane);
-  }
-}
-
 // What one thread finds in its fragment. scores: of the thread's registers.
 struct StateFound {
   float exponents[kN / 2];
@@ -220,7 +209,6 @@ static const Tests kTests = {
     {"attention/softmax: bf16", Where::kGpu, check_tiles<ElementType::kBFloat16>},
     {"attention/softmax: fp16", Where::kGpu, check_tiles<ElementType::kFloat16>},
     {"attention/softmax: exp2", Where::kGpu, check_exp2},
-    {"attention/softmax: quads", Where::kGpu, check_quads},
     {"attention/softmax: row_max", Where::kGpu, check_state}};
 
 }  // namespace unit::softmax

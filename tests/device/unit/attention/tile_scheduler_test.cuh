@@ -219,27 +219,11 @@ inline void check_draws(Result& result) {
   }
 }
 
-inline void check_varlen_draws(Result& result) {
-  constexpr int kHeads = 3, kCtas = 5;
-  for (const VarlenCase& c : varlen_cases()) {
-    Array<int32_t> workspace(schedule_of(c.batch));
-    Array<int32_t> visits(std::vector<int32_t>(8 * c.batch.size() * kHeads));
-    const TileSchedulerParams params = varlen_params(c.batch, workspace.device(), kHeads, true);
-    launch(draw_tiles, kCtas, 1, 0, params, visits.device());
-    int num_tiles = 0;
-    for (const VarlenExtent& extent : c.batch) num_tiles += extent.blocks * kHeads;
-    for (int i = 0; i < static_cast<int>(visits.download().size()); ++i) {
-      result.equal(i < num_tiles, visits.download()[i], "visits, varlen", i);
-    }
-  }
-}
-
 static const Tests kTests = {
     {"attention/tile_scheduler: order", Where::kHost, check_order},
     {"attention/tile_scheduler: head groups", Where::kHost, check_groups},
     {"attention/tile_scheduler: varlen order", Where::kHost, check_varlen_order},
     {"attention/tile_scheduler: prepared order", Where::kGpu, check_prepare},
-    {"attention/tile_scheduler: draws", Where::kGpu, check_draws},
-    {"attention/tile_scheduler: varlen draws", Where::kGpu, check_varlen_draws}};
+    {"attention/tile_scheduler: draws", Where::kGpu, check_draws}};
 
 }  // namespace unit::tile_scheduler

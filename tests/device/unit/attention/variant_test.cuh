@@ -1,4 +1,4 @@
-// attention/variant.cuh: exponents from scores with one factor, and capped scores.
+// attention/variant.cuh: the factors of scores with and without a softcap.
 #pragma once
 
 #include "../unit.cuh"
@@ -9,7 +9,6 @@ namespace unit::variant {
 
 using namespace flashattn3;
 
-constexpr int kCount = 64;
 constexpr float kLog2E = 1.44269504f;
 
 // The factors give softcap * tanh(score * softmax_scale / softcap), in log2 units; without a
@@ -37,32 +36,6 @@ inline void check_record(Result& result) {
   }
 }
 
-// found: exponents, then capped scores.
-__global__ void store_uniform(const float* scores, Variant variant, float* found) {
-  const UniformScale scale{0.75f};
-  float s[kCount];
-  for (int i = 0; i < kCount; ++i) {
-    found[i] = scale.exponent(scores[i], i, 2.f);
-    s[i] = scores[i];
-  }
-  variant.transform(s);
-  for (int i = 0; i < kCount; ++i) found[kCount + i] = s[i];
-}
-
-inline void check_uniform(Result& result) {
-  std::vector<float> scores(kCount);
-  for (int i = 0; i < kCount; ++i) scores[i] = 3.f * (i - 30);
-  Array<float> given(scores);
-  const Variant variant{{0, 0}, score_scale_of(1.f, 50.f, false)};
-  const auto at = results_of<float>(2 * kCount, store_uniform, 1, 1, 0, given.device(), variant);
-  for (int i = 0; i < kCount; ++i) {
-    result.equal(scores[i] * 0.75 - 2., at[i], "exponent", i);
-    const double tanh = std::tanh(scores[i] / 50.);
-    result.compare(tanh, at[kCount + i], std::abs(tanh) * 3e-6, "tanh(score / 50)", i);
-  }
-}
-
-static const Tests kTests = {{"attention/variant: record", Where::kHost, check_record},
-                             {"attention/variant: one factor", Where::kGpu, check_uniform}};
+static const Tests kTests = {{"attention/variant: record", Where::kHost, check_record}};
 
 }  // namespace unit::variant

@@ -1,6 +1,6 @@
-// decode/work_share.cuh, decode/packed_tile.cuh, decode/workspace.h and spans.cuh: every KV block
-// of every work tile is read once, the CTAs that share a work tile know of each other, and no two
-// parts share a slot or a counter.
+// decode/work_share.cuh, decode/packed_tile.cuh and decode/workspace.h: every KV block of every
+// work tile is read once, the CTAs that share a work tile know of each other, and no two parts
+// share a slot or a counter.
 #pragma once
 
 #include <climits>
@@ -11,7 +11,6 @@
 #include "../unit.cuh"
 #include "decode/find_share.cuh"
 #include "decode/packed_tile.cuh"
-#include "decode/spans.cuh"
 #include "decode/work_share.cuh"
 #include "decode/workspace.h"
 
@@ -69,16 +68,15 @@ struct Batch {
 };
 
 // The share of a CTA as find_share computes it, by a loop over the sequences.
-template <int kSpanStep = 0>
 inline WorkShare share_of(const Arguments& args, int block) {
   int total = 0;
   const auto sequence = [&](int b) { return find_cached_sequence<kBlockN>(args, b); };
-  for (int b = 0; b < args.batch; ++b) total += units_of_sequence<kSpanStep>(args, sequence(b));
+  for (int b = 0; b < args.batch; ++b) total += units_of_sequence<0>(args, sequence(b));
   WorkShare share{};
-  share.set<kSpanStep>(total, block, args);
+  share.set<0>(total, block, args);
   int first = 0;
   for (int b = 0; b < args.batch; ++b) {
-    const int units = units_of_sequence<kSpanStep>(args, sequence(b));
+    const int units = units_of_sequence<0>(args, sequence(b));
     if (first <= share.begin && share.begin < first + units) {
       share.batch_idx = b, share.first_unit = first, share.sequence = sequence(b);
     }
@@ -186,34 +184,6 @@ inline void check_shares(Result& result) {
   }
 }
 
-// Keys of a query by the definition of the masks, and the KV blocks that must hold them.
-inline void check_visible_keys(Result& result) {
-  for (uint32_t seed = 100; seed < 160; ++seed) {
-    const Batch batch(seed, 3, 4, seed % 2 == 0);
-    const Arguments& args = batch.args;
-    for (int b = 0; b < args.batch; ++b) {
-      const CachedSequence sequence = find_cached_sequence<kBlockN>(args, b);
-      const int pad = args.cache_leftpad ? batch.leftpad[b] : 0;
-      for (int query = 0; query < sequence.num_queries; ++query) {
-        const KeyRange keys = visible_keys(args, sequence, query);
-        const int64_t position = int64_t{sequence.num_keys} - sequence.num_queries + query;
-        for (int key = 0; key < sequence.num_keys; ++key) {
-          const bool wanted = key >= pad &&
-                              (args.window_left == INT_MAX || key >= position - args.window_left) &&
-                              (args.window_right == INT_MAX || key <= position + args.window_right);
-          result.equal(wanted, key >= keys.begin && key < keys.end, "a query sees a key", query,
-                       key);
-          if (wanted) {
-            result.equal(1, sequence.n_blocks.has(key / kBlockN), "its KV block is read", query,
-                         key);
-          }
-        }
-        result.equal(1, keys.end <= sequence.num_keys, "no key past the end", query);
-      }
-    }
-  }
-}
-
 // The groups of workspace.h: each counter gets as many arrivals as it waits for, and belongs to one
 // group of one work tile.
 inline void check_groups(Result& result) {
@@ -251,60 +221,6 @@ inline void check_groups(Result& result) {
       result.equal(pair.second, pair.first, "arrivals at a counter", counter, num_ctas);
     }
     result.equal(1, num_ctas > 0, "ran");
-  }
-}
-
-// spans.cuh: every span of a work tile is in one part, and a walk over the slots of a work tile,
-// from whichever CTA, finds those of its spans in order.
-inline void check_spans(Result& result) {
-  for (uint32_t seed = 200; seed < 260; ++seed) {
-    Batch batch(seed, 1 + seed % 9, seed % 2 ? 4 : 80, seed % 3 == 0);
-    Arguments& args = batch.args;
-    args.whole_tiles = seed % 4 == 0, args.span_blocks = 2 * (1 + seed % 5);
-    batch.divide(seed % 5 ? 132 : 7, seed % 2 ? 1 : args.num_heads_kv);
-    using Slot = std::pair<int, int>;  // CTA and slot
-    struct Found {
-      std::map<int, Slot> spans;
-      std::vector<std::pair<WorkShare, Part>> parts;
-      CachedSequence sequence;
-    };
-    std::map<WorkTileId, Found> tiles;
-    for (int block = 0; block < batch.num_ctas(); ++block) {
-      const WorkShare share = share_of<1>(args, block);
-      WorkShare left = share;
-      Part part;
-      while (take_part<kBlockN, 1>(args, left, part)) {
-        Found& found = tiles[{part.batch_idx, part.kv_head, part.row_tile}];
-        found.sequence = left.sequence;
-        found.parts.push_back({share, part});
-        const bool leads = share.cta == part.first_cta;
-        int slot = leads ? 0 : 1;
-        const BlockRange spans = spans_of(args, part.n_blocks);
-        for (int span = spans.begin; span < spans.end; ++span) {
-          const bool is_new = found.spans.insert({span, {share.cta, slot}}).second;
-          result.equal(1, is_new, "a span is in one part", span, seed);
-          slot += !leads;
-        }
-      }
-    }
-    for (const auto& [id, found] : tiles) {
-      const BlockRange all = spans_of(args, found.sequence.n_blocks);
-      result.equal(all.count(), found.spans.size(), "spans of a work tile", id.batch_idx, seed);
-      for (const auto& [share, part] : found.parts) {
-        if (part.num_ctas == 1) continue;
-        const TileSlots slots(args, share, part, found.sequence, found.sequence.n_blocks);
-        Slot before{slots[0].cta, slots[0].slot};
-        int at = 0;
-        for (const auto& [span, slot] : found.spans) {
-          if (slot != before) ++at;
-          before = slot;
-          result.equal(slot.first, slots[at].cta, "CTA of a span", span, seed);
-          result.equal(slot.second, slots[at].slot, "slot of a span", span, seed);
-        }
-        result.equal(at + 1, slots.count(), "slots of a work tile", id.batch_idx, seed);
-      }
-    }
-    result.equal(1, !tiles.empty() || args.max_queries < 70, "ran");
   }
 }
 
@@ -348,9 +264,7 @@ inline void check_find_share(Result& result) {
 }
 
 static const Tests kTests = {{"decode/work_share: shares", Where::kHost, check_shares},
-                             {"decode/work_share: visible keys", Where::kHost, check_visible_keys},
                              {"decode/work_share: groups of CTAs", Where::kHost, check_groups},
-                             {"decode/work_share: spans", Where::kHost, check_spans},
                              {"decode/work_share: find_share", Where::kGpu, check_find_share}};
 
 }  // namespace unit::work_share

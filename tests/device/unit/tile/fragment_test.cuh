@@ -86,21 +86,7 @@ inline void check_wgmma(Result& result) {
   }
 }
 
-__global__ void store_float(float* found) {
-  float score = 1.5f;
-  found[0] = get(score);
-  set(score, -2.5f);
-  found[1] = get(score);
-}
-
-inline void check_floats(Result& result) {
-  const auto found = results_of<float>(2, store_float, 1, 1, 0);
-  result.equal(1.5, found[0], "get");
-  result.equal(-2.5, found[1], "set");
-}
-
 static const Tests kTests = {{"tile/fragment: formula", Where::kHost, check_formula},
-                             {"tile/fragment: WGMMA", Where::kGpu, check_wgmma},
-                             {"tile/fragment: float scores", Where::kGpu, check_floats}};
+                             {"tile/fragment: WGMMA", Where::kGpu, check_wgmma}};
 
 }  // namespace unit::fragment
