@@ -14,7 +14,8 @@ from .call.fields import CALL, Options
 from .call.operands import NO_SCORES, Tensors
 from .errors import UnsupportedError, complaint, expect, shown, type_error
 from .masks.arguments_of_calls import call_tensors
-from .masks.conversions import captured_tensors, from_block_mask
+from .masks.captured import tensors_read
+from .masks.conversions import from_block_mask
 from .masks.mask import Mask
 from .run.bhsd import attend_bhsd
 from .run.doors import attend
@@ -67,7 +68,7 @@ def flex_attention(
         key, value: (batch or 1, num_heads_kv, seqlen_k, ·).
         score_mod: None; ``alibi_slopes`` and ``bias`` of ``flash_attn_func`` change scores.
         block_mask: a ``BlockMask``, converted in its first call (``masks.from_block_mask``) and
-            again when a tensor that it holds, or that its mask_mod has captured, was written to or
+            again when a tensor that it holds, or that its mask_mod reads, was written to or
             replaced, and in every call where one was made in inference mode, which hides writes; or
             a ``masks.Mask``, which code that torch.compile traces must pass. None: all
             keys are visible.
@@ -160,11 +161,11 @@ Sources = list[tuple[Tensor, int | None]]
 
 
 def _sources(block_mask: object) -> Sources:
-    """The tensors of a block mask and those that its mask_mod has captured, with their versions,
-    which change when they are written to; None: a tensor of inference mode, which has none."""
+    """The tensors of a block mask and those that its mask_mod reads, with their versions, which
+    change when they are written to; None: a tensor of inference mode, which has none."""
     held = getattr(block_mask, "__dict__", {}).values()
-    captured = captured_tensors(getattr(block_mask, "mask_mod", None))
-    tensors = [x for x in held if isinstance(x, Tensor)] + [x for _, x in captured]
+    tensors = [x for x in held if isinstance(x, Tensor)]
+    tensors += tensors_read(getattr(block_mask, "mask_mod", None))
     return [(x, None if x.is_inference() else x._version) for x in tensors]
 
 

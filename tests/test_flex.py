@@ -101,6 +101,50 @@ def test_a_block_mask_is_converted_once_and_again_after_a_write(monkeypatch):
     assert kept() is None, "the Mask keeps no BlockMask"
 
 
+FIRST = torch.zeros(2, dtype=torch.int64)
+
+
+class Holder(torch.nn.Module):
+    """Has FIRST as a buffer, as an attribute of a class and behind a method."""
+
+    of_class = FIRST
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", FIRST)
+        self.held = {"first": [FIRST]}
+
+    def of(self, b):
+        return self.first[b]
+
+
+HOLDER = Holder()
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        pytest.param(lambda b, h, q, k: k >= FIRST[b], id="global"),
+        pytest.param(lambda b, h, q, k, of=FIRST: k >= of[b], id="default"),
+        pytest.param(lambda b, h, q, k, *, of=FIRST: k >= of[b], id="keyword"),
+        pytest.param(lambda b, h, q, k: k >= HOLDER.first[b], id="buffer"),
+        pytest.param(lambda b, h, q, k: k >= HOLDER.held["first"][0][b], id="dict"),
+        pytest.param(lambda b, h, q, k: k >= Holder.of_class[b], id="class"),
+        pytest.param(lambda b, h, q, k: k >= HOLDER.of(b), id="method"),
+        pytest.param(and_masks(causal, lambda b, h, q, k: k >= FIRST[b]), id="and_masks"),
+    ],
+)
+def test_writes_to_a_tensor_that_a_mask_mod_reads_by_a_name_are_seen(mask_mod):
+    q, k, v = (x.detach() for x in inputs())
+    FIRST.zero_()
+    mask = create_block_mask(mask_mod, 2, None, 150, 150, "cpu")
+    before = flex_attention(q, k, v, block_mask=mask)
+    FIRST[1] = 75
+    found = flex_attention(q, k, v, block_mask=mask)
+    assert torch.equal(found[0], before[0])
+    assert not torch.equal(found[1], before[1])
+
+
 def test_writes_in_inference_mode_are_seen():
     q, k, v = (x.detach() for x in inputs())
     with torch.inference_mode():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ from ..errors import shown, type_error, value_error
 from . import triton_lists
 from .arguments import checked_tensor, without_copies
 from .block_lists import BlockLists, Grid
+from .captured import captured_tensors
 from .construction import MOST_SCORES, of_block_predicate, of_predicate
 from .known_code import known_code_of
 from .mask import Mask
@@ -148,30 +148,3 @@ def _expect_same_device(function: str, mask_mod, device: torch.device) -> None:
         if captured.device != device:
             wanted = f"on {device} as the block mask"
             raise value_error(function, f"{name}, which mask_mod reads,", wanted, captured.device)
-
-
-def captured_tensors(mask_mod: object) -> list[tuple[str, Tensor]]:
-    """The tensors in the closure of a function and of the functions that it has captured, as
-    and_masks and or_masks have, with their names there."""
-    found, seen = [], set()
-
-    def visit(name: str, value: object) -> None:
-        if isinstance(value, Tensor):
-            found.append((name, value))
-        elif isinstance(value, (tuple, list)):
-            for x in value:
-                visit(name, x)
-        elif callable(value) and id(value) not in seen:
-            seen.add(id(value))
-            if isinstance(value, partial):
-                for x in (value.func, *value.args, *value.keywords.values()):
-                    visit(name, x)
-            names = getattr(getattr(value, "__code__", None), "co_freevars", ())
-            for inner, cell in zip(names, getattr(value, "__closure__", None) or (), strict=True):
-                try:
-                    visit(inner, cell.cell_contents)
-                except ValueError:  # not assigned yet
-                    continue
-
-    visit("a tensor", mask_mod)
-    return found

@@ -1,0 +1,94 @@
+"""The tensors that a mask_mod reads without being passed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+
+import torch
+from torch import Tensor
+
+Named = tuple[str, object]
+
+
+def captured_tensors(mask_mod: object) -> list[tuple[str, Tensor]]:
+    """The tensors in the closure of a function and of the functions that it has captured, as
+    and_masks and or_masks have, with their names there."""
+    return _found(mask_mod, _in_closure)
+
+
+def tensors_read(mask_mod: object) -> list[Tensor]:
+    """The captured tensors, and those that a function may reach by the names in its code: defaults,
+    global variables, and attributes of objects, of classes and of modules."""
+    return [x for _, x in _found(mask_mod, _by_name)]
+
+
+def _found(mask_mod: object, inside: Callable) -> list[tuple[str, Tensor]]:
+    """inside: gives what a value holds; names: of the function that the value was found in."""
+    found, seen = [], {}
+
+    def visit(name: str, value: object, names: frozenset[str]) -> None:
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif not isinstance(value, _PLAIN):
+            names = _names_in(value) or names
+            if (id(value), names) not in seen:
+                seen[id(value), names] = value  # alive, so that no other value gets its id
+                for inner, x in inside(name, value, names):
+                    visit(inner, x, names)
+
+    visit("a tensor", mask_mod, frozenset())
+    return found
+
+
+_PLAIN = (int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _in_closure(name: str, value: object, _: frozenset[str]) -> Iterator[Named]:
+    if isinstance(value, (tuple, list)):
+        yield from ((name, x) for x in value)
+    elif isinstance(value, partial):
+        yield from ((name, x) for x in (value.func, *value.args, *value.keywords.values()))
+    names = getattr(getattr(value, "__code__", None), "co_freevars", ())
+    for inner, cell in zip(names, getattr(value, "__closure__", None) or (), strict=True):
+        try:
+            yield inner, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+def _by_name(name: str, value: object, names: frozenset[str]) -> Iterator[Named]:
+    yield from _in_closure(name, value, names)
+    if isinstance(value, FunctionType):
+        if not (value.__module__ or "").startswith("torch."):
+            yield from ((x, value.__globals__[x]) for x in names & value.__globals__.keys())
+            defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+            yield from ((name, x) for x in defaults)
+    elif isinstance(value, MethodType):
+        yield from ((name, x) for x in (value.__func__, value.__self__))
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif not isinstance(value, (tuple, list, partial)):
+        if not isinstance(value, (type, ModuleType)) and _names_in(type(value).__call__):
+            yield name, value.__call__
+        for x in names:
+            try:
+                inner = getattr(value, x, None)
+            except Exception:  # of a property, which mask_mod would raise too
+                continue
+            if not isinstance(value, ModuleType) or isinstance(inner, Tensor):
+                yield x, inner
+
+
+def _names_in(value: object) -> frozenset[str]:
+    """The names of global variables and attributes in the code of a function; none of others."""
+    while isinstance(value, (partial, MethodType)):
+        value = value.func if isinstance(value, partial) else value.__func__
+    return _names_of(value.__code__) if isinstance(value, FunctionType) else frozenset()
+
+
+@lru_cache(maxsize=1024)
+def _names_of(code: CodeType) -> frozenset[str]:
+    inner = (_names_of(x) for x in code.co_consts if isinstance(x, CodeType))
+    return frozenset(code.co_names).union(*inner)
