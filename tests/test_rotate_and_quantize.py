@@ -302,3 +302,11 @@ def test_where_gradients_pass():
             torch.func.vmap(lambda x, function=function: function(x).data)(x)
     with pytest.raises(ValueError, match=r"gradient\.shape must be"):
         replace(scaled[0], gradient=of_q[:, :1])
+
+
+def test_gradients_of_two_dtypes_are_refused_by_name():
+    q, k, v = (x.requires_grad_() for x in sides(torch.float16, "cpu"))
+    of_q, *_ = rotate_and_quantize(q, k, v)
+    _, *of_keys = rotate_and_quantize(*(x.bfloat16() for x in (q, k, v)))
+    with pytest.raises(ValueError, match=r"k\.gradient\.dtype must be"):
+        flash_attn_func(of_q, *of_keys)

@@ -27,6 +27,7 @@ from ..call.hadamard import rotate_rows_back
 from ..call.operands import Scaled, Tensors, changes_scores, flat, with_sides
 from ..call.scores import refuse_gradient_of_slopes
 from ..call.token_positions import of_sequences, token_positions
+from ..errors import expect
 from ..modes import (
     has_dual_level,
     is_traced,
@@ -76,7 +77,11 @@ def attend_scaled(
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
         refuse_gradients(options.function, **dict(zip("qkv", given, strict=True)))
     refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
-    (dtype,) = {x.dtype for x in given if x is not None}
+    dtype = next(x.dtype for x in given if x is not None)
+    for name, x in zip("qkv", given, strict=True):
+        if x is not None:
+            what, wanted = f"{name}.gradient.dtype", f"{dtype} as that of the other tensors"
+            expect(x.dtype == dtype, options.function, what, wanted, x.dtype)
     sources = [
         x.data.new_zeros((), dtype=dtype).expand(x.shape) if x.gradient is None else x.gradient
         for x in sides
