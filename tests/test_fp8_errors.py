@@ -148,7 +148,7 @@ def test_contents_of_cu_seqlens_are_compared():
     scaled = [quantize_block_fp8(x, kind=kind, **of) for kind in "qkv"]
     for given in (edges, edges.clone()):
         assert flash_attn_varlen_func(*scaled, given, given, 5, 5).shape[0] == 9
-    sentence = r"q\.cu_seqlens must be \[0, 5, 9\] as the call's, got \[0, 4, 9\]"
+    sentence = r"q\.cu_seqlens must be \[0, 5, 9\] as cu_seqlens_q's, got \[0, 4, 9\]"
     with pytest.raises(ValueError, match=f"^flash_attn_varlen_func: {sentence}$"):
         flash_attn_varlen_func(*scaled, others, others, 5, 5)
 

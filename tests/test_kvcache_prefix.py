@@ -119,7 +119,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 def test_one_number_is_the_descale_of_the_prefix_and_of_all_sequences(
     name, backend, stored, device
 ):
-    """Powers of two, which change no rounding: the bits of the same descale for each page."""
+    """The results of the same descale for each page, by which kernels multiply P in place of O."""
     seqlen_q, options = CASES[name]
     arguments, prefix, own = call_of(seqlen_q, device, torch.float16)
     prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
@@ -139,13 +139,17 @@ def test_one_number_is_the_descale_of_the_prefix_and_of_all_sequences(
         )
         codes = (given[x].view(torch.uint8) for x in ("k_cache", "v_cache"))
         results.append((out, lse, *codes))
-    for found in results[:2]:
-        assert all(map(torch.equal, found, results[2]))
+    of_pages = results.pop()
+    assert all(map(torch.equal, *results))
+    out, lse, *codes = results[0]
+    assert all(map(torch.equal, codes, of_pages[2:]))
+    torch.testing.assert_close(out, of_pages[0], rtol=2e-3, atol=2e-3 * float(out.abs().max()))
+    torch.testing.assert_close(lse, of_pages[1], rtol=1e-5, atol=1e-5)
     without = flash_attn_with_kvcache(
         **arguments | {"k_descale": torch.ones((), device=device)} | dict.fromkeys(("k", "v")),
         v_descale=torch.ones((), device=device), **prefix_of, causal=True, backend=backend,
     )  # fmt: skip
-    assert not torch.equal(without, results[0][0])
+    assert not torch.equal(without, out)
 
 
 def test_one_number_divides_new_tokens_in_pages_of_one(device):

@@ -261,15 +261,16 @@ def normalised(
             return tensors
         sides = [_with_descale(x, of) for x, of in zip((q, k, v), descales, strict=True)]
         return with_sides(tensors, *sides)
-    edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cu_seqlens_k
-    for side, x, descale, given in zip(SIDES, (q, k, v), descales, edges, strict=True):
+    for side, x, descale in zip(SIDES, (q, k, v), descales, strict=True):
         if not isinstance(x, BlockScaled):
             raise type_error(function, side, "BlockScaled as q is", shown(x))
         if descale is not None:
             wanted = f"None where {side} is BlockScaled"
             expect(False, function, f"{side}_descale", wanted, shown(descale))
+        of = "cu_seqlens_q" if side == "q" else "cu_seqlens_k"
+        given = getattr(tensors, of)
         if x.cu_seqlens is not given:
-            _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, given)
+            _check_edges(function, f"{side}.cu_seqlens", x.cu_seqlens, given, of)
     return with_sides(tensors, _scaled(q), _scaled(k), _scaled(v))
 
 
@@ -306,18 +307,18 @@ def with_keys_in_rows(tensors: Tensors, options: Options) -> tuple[Tensors, Opti
     return tensors._replace(**rows), options._replace(max_seqlen_k=longest)
 
 
-def _check_edges(function: str, what: str, own: Tensor | None, given: object) -> None:
-    """Raise if the cu_seqlens of a BlockScaled tensor differ from the call's."""
+def _check_edges(function: str, what: str, own: Tensor | None, given: object, of: str) -> None:
+    """Raise if the cu_seqlens of a BlockScaled tensor differ from the call's, whose name is of."""
     if not isinstance(given, (Tensor, type(None))):  # a non-tensor raises later
         return
     if own is None or given is None:
-        wanted, got = ("None", "a tensor") if given is None else ("the call's", None)
+        wanted, got = (f"None as {of}", "a tensor") if given is None else (f"{of}'s", None)
         expect(False, function, what, wanted, got)
     sizes = tuple(own.shape), tuple(given.shape)
-    check_equal(function, f"{what}.shape", *sizes, "the call")
-    check_device(function, what, own, given.device, "the call")
+    check_equal(function, f"{what}.shape", *sizes, of)
+    check_device(function, what, own, given.device, of)
     if is_checked(given.device) and not is_traced():
-        check_same_values(function, what, own, given)
+        check_same_values(function, what, own, given, of)
 
 
 def tensors_by_name(tensors: Tensors) -> dict[str, Tensor | None]:

@@ -66,7 +66,8 @@ def check_longest(function: str, name: str, max_seqlen: int | None, lengths: lis
     expect(fits, function, name, f">= {longest}, the longest sequence", max_seqlen)
 
 
-def check_same_values(function: str, what: str, given: Tensor, wanted: Tensor) -> None:
-    """Raise unless two one-dimensional integer tensors of one shape are equal."""
+def check_same_values(function: str, what: str, given: Tensor, wanted: Tensor, of: str) -> None:
+    """Raise unless two one-dimensional integer tensors of one shape are equal. of: the name of the
+    wanted one."""
     given, wanted = given.tolist(), wanted.tolist()
-    expect(given == wanted, function, what, f"{wanted} as the call's", given)
+    expect(given == wanted, function, what, f"{wanted} as {of}'s", given)
