@@ -259,8 +259,9 @@ def flash_attn_func(
             seqlen_q - j| is subtracted from the score of query i and key j, after softcap (ALiBi).
             It has no gradient.
         bias: (batch or 1, num_heads_q or 1, seqlen_q, seqlen_k) in q's dtype, with 8-bit inputs of
-            16 bits or float32; dense calls only: added to the scores, after slopes and before the
-            mask. If its last stride is not 1 it is copied.
+            16 bits or float32, or where these have a gradient in its dtype; dense calls only: added
+            to the scores, after slopes and before the mask. If its last stride is not 1 it is
+            copied.
         return_max_logit: also return, last, the largest score that any query sees.
         mask: a ``flashattn3.masks.Mask`` of these lengths, for all batches or heads or for each
             query head: all that a query sees, so causal, window_size and bias are not beside it. It
