@@ -124,8 +124,8 @@ def first_line(error: Exception) -> str:
 
 
 def described(kind: str, suite: str, row: str, case: str, **more: object) -> Record:
-    """What a record begins with: its kind, its place in the tables and its case. more: its other
-    fields, and the column and the direction where it has one."""
+    """Return the fields that every record begins with: its kind, its place in the tables and its
+    case. more: its other fields, and the column and the direction where it has one."""
     place = {"suite": suite, "row": row, "column": "", "direction": ""}
     return {"record": kind, **place, "case": case, **more}
 

@@ -139,8 +139,8 @@ struct RepeatedCall {
     return descale->dim() == 3 ? has_bytes(cache) : descale->dim() == 2 || is_one_number(*descale);
   }
 
-  // Whether one launch, of calls with up to most_rows packed rows, reads the prefix: it takes no
-  // descales and one stride between tokens, and Python refuses a length beyond the pages.
+  // Returns whether one launch reads the prefix too. The launch takes up to most_rows packed rows,
+  // one stride between tokens and no descales; a length beyond the pages is left to Python's error.
   bool is_after_prefix(int64_t most_rows) const {
     const Tensor &q = call.q, &pages = *call.prefix_page_table;
     if (pages.dim() != 2 || call.k_descale || call.v_descale) return false;

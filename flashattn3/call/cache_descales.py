@@ -27,7 +27,7 @@ def is_one_number(descale: Metadata | Tensor) -> bool:
 
 
 def is_of_sequences(descale: Metadata | Tensor | None, cache: Metadata | Tensor) -> bool:
-    """Whether each sequence has descales of its own."""
+    """Return whether each sequence has descales of its own."""
     return kind_of(descale, cache) == HEADS and not is_one_number(descale)
 
 

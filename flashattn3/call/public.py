@@ -16,7 +16,8 @@ from .selection import named_backend
 from .tensor_fields import GROUPS
 
 F = TypeVar("F", bound=Callable)
-# What a compiled function passes for an argument of a form that stands for several.
+# The expression that a compiled function passes for an argument of a form that stands for several
+# arguments of the function.
 _PASSED = {name: f"({', '.join(group)})" for name, group in GROUPS.items()}
 _PASSED["scores"] = f"None if {' is '.join(GROUPS['scores'])} is None else {_PASSED['scores']}"
 # Options that torch.use_deterministic_algorithms, ``use_backend`` and batch-invariant mode ask of

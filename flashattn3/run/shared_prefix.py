@@ -18,7 +18,8 @@ from ..call.arguments import integer
 from ..call.cache_descales import is_of_sequences, is_one_number
 from ..call.cached import DecodeOptions, DecodeTensors, Lengths, lse_shape
 from ..call.cached_value_checks import check_prefix_values
-from ..call.tensor_checks import check_device
+from ..call.metadata import metadata_of
+from ..call.tensor_checks import check_dense, check_device
 from ..call.value_checks import is_checked
 from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
 from .cached_plans import checked_call, combine_of, lse_dtype, run_checked
@@ -82,9 +83,7 @@ def check_prefix(
     check_device(function, "prefix_page_table", pages, device, "q")
     if isinstance(prefix.length, Tensor):
         check_device(function, "prefix_len", prefix.length, device, "q")
-    strides = tuple(pages.stride())
-    expect(pages.shape[1] <= 1 or strides[1] == 1, function, "prefix_page_table.stride(-1)", 1,
-           strides)  # fmt: skip
+    check_dense(function, "prefix_page_table", metadata_of(pages))
     if isinstance(cache, Tensor) and cache.ndim == 4 and isinstance(prefix.length, int):
         most = prefix.page_table.shape[1] * cache.shape[1]
         wanted = f"at most {most}, the tokens of its pages"
@@ -128,7 +127,7 @@ def prefix_call(
 
 
 def is_one_launch(launch: CachedLaunch, tensors: DecodeTensors) -> bool:
-    """Whether a launch of the sequences' own keys reads a prefix too, of a call that has rows."""
+    """Return whether a call has rows and the launch of its own keys reads a prefix too."""
     q = tensors.q
     rows = math.prod(q.shape[:-1]) // tensors.k_cache.shape[2]
     return 0 < rows <= launch.rows_after_prefix

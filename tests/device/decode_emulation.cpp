@@ -187,7 +187,8 @@ static bool run_case(DecodeCase c) {
   return good;
 }
 
-// Whether it takes seconds: a KV block takes milliseconds for each tile of packed rows.
+// Returns whether a case takes seconds at most: a KV block takes milliseconds for each tile of
+// packed rows.
 static bool is_short(const DecodeCase& c) {
   const int64_t keys = int64_t{c.batch} * c.heads_kv * std::min(c.capacity, 100000);
   const int64_t tiles = (int64_t{c.seqlen_q} * c.heads_q / c.heads_kv + 63) / 64;

@@ -21,7 +21,7 @@
 #include "launch/varlen_arguments.h"
 #include "run_grid.h"
 
-// Of the kernels, which declare it.
+// The shared memory of the kernels, which declare it.
 namespace flashattn3::forward {
 alignas(1024) thread_local uint8_t shared[emulation::kSharedBytes];
 }
