@@ -12,11 +12,12 @@ from torch import Tensor
 from .call.arguments import boolean
 from .call.fields import CALL, Options
 from .call.operands import NO_SCORES, Tensors
-from .errors import UnsupportedError, complaint, expect, shown, type_error
+from .errors import UnsupportedError, complaint, expect, shown, type_error, value_error
 from .masks.arguments_of_calls import call_tensors
-from .masks.captured import tensors_read
+from .masks.captured import values_read
 from .masks.conversions import from_block_mask
 from .masks.mask import Mask
+from .modes import is_traced
 from .run.bhsd import attend_bhsd
 from .run.doors import attend
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 FUNCTION = "flex_attention"
-# BlockMask → the tensors that it was made from with their versions, and its Mask.
+# BlockMask → the values that it was made from, tensors with their versions, and its Mask.
 _masks: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -41,8 +42,8 @@ def attend_masked_bhsd(
     """``attend_bhsd`` with a mask, which stands beside no cu_seqlens."""
     if mask is None:
         return attend_bhsd(options, q, k, v, cu_seqlens_q, cu_seqlens_k, scores)
-    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
-    expect(not varlen, options.function, "mask", "None with cu_seqlens", shown(mask))
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise value_error(options.function, "mask", "None with cu_seqlens", shown(mask))
     lists = call_tensors(options.function, mask, q, k, axis=2)
     tensors = Tensors(q, k, v, None, None, None, None, *(scores or NO_SCORES), *lists)
     return attend(tensors, options, bhsd=True, mask=mask)
@@ -68,10 +69,10 @@ def flex_attention(
         key, value: (batch or 1, num_heads_kv, seqlen_k, ·).
         score_mod: None; ``alibi_slopes`` and ``bias`` of ``flash_attn_func`` change scores.
         block_mask: a ``BlockMask``, converted in its first call (``masks.from_block_mask``) and
-            again when a tensor that it holds, or that its mask_mod reads, was written to or
-            replaced, and in every call where one was made in inference mode, which hides writes; or
-            a ``masks.Mask``, which code that torch.compile traces must pass. None: all
-            keys are visible.
+            again when its mask_mod, or a tensor, number or string that it holds or its mask_mod
+            reads, was replaced or written to, and in every call where a tensor was made in
+            inference mode, which hides writes; or a ``masks.Mask``, which code that torch.compile
+            traces must pass. None: all keys are visible.
         scale: factor of the scores; None: head_dim ** -0.5.
         enable_gqa: whether num_heads_q may be a multiple of num_heads_kv.
         return_lse: also return the log-sum-exp of each row.
@@ -152,25 +153,33 @@ def _mask_of(block_mask: object) -> Mask | None:
         known = None
     sources = _sources(block_mask)
     if known is None or not _same(known[0], sources):
-        known = sources, from_block_mask(block_mask, FUNCTION)
-        _masks[block_mask] = known
+        with torch.inference_mode(False):  # the mask outlives the caller's mode
+            known = sources, from_block_mask(block_mask, FUNCTION)
+        if not is_traced():  # a transform's tensors end with it
+            _masks[block_mask] = known
     return known[1]
 
 
-Sources = list[tuple[Tensor, int | None]]
+Sources = list[tuple[object, int | None]]
 
 
 def _sources(block_mask: object) -> Sources:
-    """The tensors of a block mask and those that its mask_mod reads, with their versions, which
-    change when they are written to; None: a tensor of inference mode, which has none."""
-    held = getattr(block_mask, "__dict__", {}).values()
-    tensors = [x for x in held if isinstance(x, Tensor)]
-    tensors += tensors_read(getattr(block_mask, "mask_mod", None))
-    return [(x, None if x.is_inference() else x._version) for x in tensors]
+    """What a block mask holds and its mask_mod reads: values with 0, tensors with their versions,
+    which change when they are written to; None: a tensor of inference mode, which has none."""
+    values = values_read((*getattr(block_mask, "__dict__", {}).values(),))
+    return [
+        (x, 0 if not isinstance(x, Tensor) else None if x.is_inference() else x._version)
+        for x in values
+    ]
 
 
 def _same(sources: Sources, others: Sources) -> bool:
-    """Return whether both have the same tensors, and each in the same version, which is known."""
+    """Return whether both have the same values, and each tensor in the same version, which is
+    known."""
     both = zip(sources, others, strict=False)
-    same = (x is y and i == j and i is not None for (x, i), (y, j) in both)
+    same = (_equal(x, y) and i == j and i is not None for (x, i), (y, j) in both)
     return len(sources) == len(others) and all(same)
+
+
+def _equal(x: object, y: object) -> bool:
+    return x is y or (type(x) is type(y) and not isinstance(x, Tensor) and x == y)

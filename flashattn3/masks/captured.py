@@ -1,4 +1,4 @@
-"""The tensors that a mask_mod reads without being passed them."""
+"""What a mask_mod reads without being passed it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ Named = tuple[str, object]
 def captured_tensors(mask_mod: object) -> list[tuple[str, Tensor]]:
     """The tensors in the closure of a function and of the functions that it has captured, as
     and_masks and or_masks have, with their names there."""
-    return _found(mask_mod, _in_closure)
+    return [of for of in _found(mask_mod, _in_closure) if isinstance(of[1], Tensor)]
 
 
-def tensors_read(mask_mod: object) -> list[Tensor]:
-    """The captured tensors, and those that a function may reach by the names in its code: defaults,
-    global variables, and attributes of objects, of classes and of modules."""
+def values_read(mask_mod: object) -> list[object]:
+    """The captured tensors, numbers and strings, those that a function may reach by the names in
+    its code (defaults, global variables, attributes of objects, of classes and of modules), and the
+    code itself."""
     return [x for _, x in _found(mask_mod, _by_name)]
 
 
-def _found(mask_mod: object, inside: Callable) -> list[tuple[str, Tensor]]:
+def _found(mask_mod: object, inside: Callable) -> list[Named]:
     """inside: gives what a value holds; names: of the function that the value was found in."""
     found, seen = [], {}
 
     def visit(name: str, value: object, names: frozenset[str]) -> None:
-        if isinstance(value, Tensor):
+        if isinstance(value, _LEAVES):
             found.append((name, value))
-        elif not isinstance(value, _PLAIN):
+        else:
             names = _names_in(value) or names
             if (id(value), names) not in seen:
                 seen[id(value), names] = value  # alive, so that no other value gets its id
@@ -42,7 +43,7 @@ def _found(mask_mod: object, inside: Callable) -> list[tuple[str, Tensor]]:
     return found
 
 
-_PLAIN = (int, float, str, bytes, type(None), torch.dtype, torch.device)
+_LEAVES = (Tensor, int, float, str, bytes, type(None), torch.dtype, torch.device, CodeType)
 
 
 def _in_closure(name: str, value: object, _: frozenset[str]) -> Iterator[Named]:
@@ -61,6 +62,7 @@ def _in_closure(name: str, value: object, _: frozenset[str]) -> Iterator[Named]:
 def _by_name(name: str, value: object, names: frozenset[str]) -> Iterator[Named]:
     yield from _in_closure(name, value, names)
     if isinstance(value, FunctionType):
+        yield name, value.__code__
         if not (value.__module__ or "").startswith("torch."):
             yield from ((x, value.__globals__[x]) for x in names & value.__globals__.keys())
             defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
@@ -77,7 +79,7 @@ def _by_name(name: str, value: object, names: frozenset[str]) -> Iterator[Named]
                 inner = getattr(value, x, None)
             except Exception:  # of a property, which mask_mod would raise too
                 continue
-            if not isinstance(value, ModuleType) or isinstance(inner, Tensor):
+            if not isinstance(value, ModuleType) or isinstance(inner, _LEAVES):
                 yield x, inner
 
 
