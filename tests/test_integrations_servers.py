@@ -18,7 +18,7 @@ import torch
 from helpers import ints
 
 from flashattn3 import UnsupportedError, flash_attn_func, get_scheduler_metadata
-from flashattn3.integrations import flash_attn_3, sglang, vllm
+from flashattn3.integrations import flash_attn_2, flash_attn_3, sglang, vllm
 
 PAGE, HEADS, HEADS_KV, DIM = 16, 4, 2, 32
 LENGTHS, QUERIES = (20, 33), (1, 5)
@@ -86,7 +86,9 @@ REFUSED = [
     ({"fa_version": 7}, "fa_version must be one of (2, 3, 4), got 7"),
     ({"cp_world_size": 2}, "cp_world_size must be 1"),
     ({"q_v": torch.ones(1)}, "q_v must be None"),
-    ({"dropout_p": 0.5}, "dropout_p must be 0.0"),
+    ({"cp_world_size": torch.ones(2)}, "cp_world_size must be 1"),
+    ({"dropout_p": 0.5}, "flash_attn_varlen_func: dropout_p must be 0, got 0.5"),
+    ({"mask": torch.ones(1)}, "flash_attn_varlen_func: mask must be None"),
     ({"page_table": ints(0)}, "block_table must be None with page_table: both name one argument"),
     ({"s_aux": torch.ones(4), "sinks": torch.ones(4)}, "s_aux must be None with sinks"),
 ]
@@ -100,6 +102,56 @@ def test_what_only_a_fork_has_is_refused_by_name(changed, text, batch):
             seqused_k=batch.lengths, block_table=batch.table, **changed,
         )  # fmt: skip
     assert text in str(raised.value)
+
+
+VARLEN, PASS = "flash_attn_varlen_func: ", "_flash_attn_forward: "
+OTHERS_NAMES = [
+    (flash_attn_3.flash_attn_varlen_func, {"block_table": ints(0)}, VARLEN + "block_table.shape"),
+    (flash_attn_3.flash_attn_varlen_func, {"page_table": ints(0)}, VARLEN + "page_table.shape"),
+    (flash_attn_3.flash_attn_varlen_func, {"seqused_k": ints(1)}, VARLEN + "seqused_k.shape[0]"),
+    (flash_attn_2.flash_attn_varlen_func, {"k": torch.ones(1)}, VARLEN + "k.shape must be (num"),
+    (
+        flash_attn_2.flash_attn_varlen_func,
+        {"cu_seqlens_k": ints(0, 9, 3)},
+        VARLEN + "cu_seqlens_k.diff()[1] must be between 0 and the capacity, 48, got -6",
+    ),
+    (
+        flash_attn_2.flash_attn_varlen_func,
+        {"cu_seqlens_k": [0, 20, 53]},
+        VARLEN + "cu_seqlens_k must be a torch.Tensor, got [0, 20, 53] (list)",
+    ),
+    (flash_attn_3._flash_attn_forward, {"seqused_k": ints(1)}, PASS + "seqused_k.shape[0]"),
+    (
+        flash_attn_3._flash_attn_forward,
+        {"k_new": torch.ones(1, 1, 1, 1), "v_new": None},
+        PASS + "v_new must be a tensor: k_new and v_new are",
+    ),
+    (flash_attn_3._flash_attn_forward, {"out": 1, "out_": 1}, PASS + "out_ must be None with out"),
+    (
+        flash_attn_2.flash_attn_with_kvcache,
+        {"block_table": ints(0)},
+        "flash_attn_with_kvcache: block_table.shape must be two-dimensional",
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "changed", "text"), OTHERS_NAMES, ids=lambda x: str(x)[:40])
+def test_errors_name_the_function_that_was_called_and_its_arguments(function, changed, text, batch):
+    given = {"q": batch.q, "k": batch.k, "v": batch.v, "cu_seqlens_q": batch.edges}
+    given["max_seqlen_q"] = 5
+    if function is flash_attn_2.flash_attn_with_kvcache:
+        given = {"q": batch.q[:2, None], "k_cache": batch.k, "v_cache": batch.v}
+    elif function is flash_attn_2.flash_attn_varlen_func:
+        edges = {"cu_seqlens_k": ints(0, 20, 53), "max_seqlen_k": 33}
+        given |= {"block_table": batch.table, **edges}
+    elif "page_table" not in changed:
+        table = "page_table" if function is flash_attn_3._flash_attn_forward else "block_table"
+        given |= {"seqused_k": batch.lengths, table: batch.table}
+    else:
+        given["seqused_k"] = batch.lengths
+    with pytest.raises((TypeError, ValueError)) as raised:
+        function(**given | changed)
+    assert str(raised.value).startswith(text)
 
 
 def abstract(name: str, *methods: str, init=lambda *_: None) -> type:

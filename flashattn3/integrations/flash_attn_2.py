@@ -22,7 +22,7 @@ from .. import kvcache_api as cached
 from ..errors import expect, shown
 from . import bert_padding, rotary
 from .one_pass import one_pass, write_gradients
-from .paged import attend_to_pages
+from .paged import attend_to_pages, renamed
 from .stand_in import install
 
 VERSION = "2.8.3"
@@ -153,27 +153,31 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ):
-    return cached.flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        page_table=block_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits,
-        return_softmax_lse=return_softmax_lse,
-        alibi_slopes=alibi_slopes,
-    )
+    try:
+        return cached.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            page_table=block_table,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits,
+            return_softmax_lse=return_softmax_lse,
+            alibi_slopes=alibi_slopes,
+        )
+    except (TypeError, ValueError) as error:
+        names = {"page_table": "block_table"}
+        raise renamed(error, "flash_attn_with_kvcache", names) from None
 
 
 def _flash_attn_forward(

@@ -18,15 +18,21 @@ from torch import Tensor
 from .. import api
 from .. import kvcache_api as cached
 from ..call.foreign import under_one_name
-from ..errors import UnsupportedError, complaint, expect, shown
+from ..errors import UnsupportedError, complaint, shown
 from .fork_keywords import without_fork_keywords
 from .one_pass import one_pass, write_gradients, written_to
-from .paged import attend_to_pages
+from .paged import attend_to_pages, renamed
 from .stand_in import install
 
 _VARLEN = signature(api.flash_attn_varlen_func)
 # Arguments of varlen calls without a meaning where keys are in pages: a bound, gradients, a hint.
 _NOT_IN_PAGES = ("max_seqlen_k", "deterministic", "use_fast_accum")
+# Names of ``_flash_attn_forward`` by those of the cached call.
+_OF_ONE_PASS = {
+    "k": "k_new", "v": "v_new", "k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k",
+    "cache_batch_idx": "kv_batch_idx", "cache_leftpad": "leftpad_k",
+    "rotary_seqlens": "seqlens_rotary",
+}  # fmt: skip
 
 
 def install_as_flash_attn_3() -> None:
@@ -63,9 +69,8 @@ def flash_attn_varlen_func(
         if isinstance(result, tuple):
             return (written_to(function, out, result[0]), *result[1:])
         return written_to(function, out, result)
-    neutral = options.pop("dropout_p", 0.0)
-    expect(neutral == 0, function, "dropout_p", 0.0, neutral)
-    given = _VARLEN.bind_partial(*arguments, **options).arguments
+    others = {name: options.pop(name) for name in options.keys() - _VARLEN.parameters.keys()}
+    given = _VARLEN.bind_partial(*arguments, **options).arguments | others
     _refuse_others(function, seqused_q=given.pop("seqused_q", None))
     tensors = [given.pop(name, None) for name in ("q", "k", "v")]
     edges = [given.pop(name, None) for name in ("cu_seqlens_q", "max_seqlen_q", "cu_seqlens_k")]
@@ -73,7 +78,8 @@ def flash_attn_varlen_func(
     used = given.pop("seqused_k", None)
     options = {name: value for name, value in given.items() if name not in _NOT_IN_PAGES}
     options |= {"return_lse": any(flags), "out": out, "scheduler_metadata": scheduler_metadata}
-    return attend_to_pages(function, *tensors, table, *edges, used, **options)
+    name = "block_table" if page_table is None else "page_table"
+    return attend_to_pages(function, *tensors, table, *edges, used, table=name, **options)
 
 
 flash_attn_varlen_func.__signature__ = _VARLEN.replace(
@@ -170,13 +176,16 @@ def _flash_attn_forward(
         "scheduler_metadata": scheduler_metadata,
     }
     _refuse_others("_flash_attn_forward", qv=qv, attention_chunk=attention_chunk or None)
-    given = out_ if out is None else out
+    given = under_one_name("_flash_attn_forward", "out_", out_, "out", out)
     if any(x is not None for x in of_cache.values()) or (seqused_k is not None and k.ndim == 4):
         _refuse_others("_flash_attn_forward", seqused_q=seqused_q, cu_seqlens_k=cu_seqlens_k)
         longest = None if cu_seqlens_q is None else max_seqlen_q
         options |= {"rotary_interleaved": rotary_interleaved, "return_lse": True, "out": given}
         of_q = {"cache_seqlens": seqused_k, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": longest}
-        result = cached.flash_attn_with_kvcache(q, k, v, **of_cache, **of_q, **options)
+        try:
+            result = cached.flash_attn_with_kvcache(q, k, v, **of_cache, **of_q, **options)
+        except (TypeError, ValueError) as error:
+            raise renamed(error, "_flash_attn_forward", _OF_ONE_PASS) from None
         return (*result, *_no_parts(result[0]))
     lengths = {} if cu_seqlens_q is None else _bounds(max_seqlen_q, max_seqlen_k)
     edges = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ..call.arguments import integer
 from ..call.foreign import under_one_name
 from ..errors import expect, shown, value_error
@@ -32,7 +34,7 @@ def without_fork_keywords(function: str, options: dict[str, object]) -> dict[str
     for name, neutral in _NEUTRAL.items():
         if name in found:
             value = found.pop(name)
-            if value is not None and value != neutral:
+            if value is not None and (isinstance(value, Tensor) or value != neutral):
                 raise value_error(function, name, neutral, shown(value))
     for name in ("window_size", "attention_chunk"):
         if found.get(name, ()) is None:
