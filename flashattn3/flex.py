@@ -176,10 +176,10 @@ def _sources(block_mask: object) -> Sources:
 def _same(sources: Sources, others: Sources) -> bool:
     """Return whether both have the same values, and each tensor in the same version, which is
     known."""
-    both = zip(sources, others, strict=False)
-    same = (_equal(x, y) and i == j and i is not None for (x, i), (y, j) in both)
-    return len(sources) == len(others) and all(same)
-
-
-def _equal(x: object, y: object) -> bool:
-    return x is y or (type(x) is type(y) and not isinstance(x, Tensor) and x == y)
+    if len(sources) != len(others):
+        return False
+    for (x, i), (y, j) in zip(sources, others, strict=True):
+        equal = x is y or (type(x) is type(y) and not isinstance(x, Tensor) and x == y)
+        if not equal or i != j or i is None:
+            return False
+    return True

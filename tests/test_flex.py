@@ -145,6 +145,37 @@ def test_writes_to_a_tensor_that_a_mask_mod_reads_by_a_name_are_seen(mask_mod):
     assert not torch.equal(found[1], before[1])
 
 
+LIMIT = 0
+
+
+def test_a_mask_mod_that_is_replaced_or_reads_another_number_is_seen():
+    global LIMIT
+    q, k, v = (x.detach() for x in inputs())
+    lses = []
+    mask = create_block_mask(causal, None, None, 150, 150, "cpu", BLOCK_SIZE=256)  # one block
+    for mask_mod in (causal, lambda b, h, q, k: q - k <= LIMIT):
+        mask.mask_mod = mask_mod
+        lses.append(flex_attention(q, k, v, block_mask=mask, return_lse=True)[1])
+    LIMIT = -75
+    lses.append(flex_attention(q, k, v, block_mask=mask, return_lse=True)[1])
+    for i, lse in enumerate(lses):
+        assert not torch.equal(lse, lses[i - 1])
+
+
+def test_a_mask_converted_under_inference_mode_or_a_transform_serves_later_calls():
+    q, k, v = inputs()
+
+    def out_of(q):
+        return flex_attention(q, k.detach(), v.detach(), block_mask=mask).sum()
+
+    for first in (torch.inference_mode()(out_of), torch.func.grad(out_of)):
+        mask = create_block_mask(causal, None, None, 150, 150, "cpu")
+        first(q.detach())
+        (found,) = torch.autograd.grad(out_of(q), q)
+        mask = masks.from_block_mask(mask)
+        assert torch.equal(found, torch.autograd.grad(out_of(q), q)[0])
+
+
 def test_writes_in_inference_mode_are_seen():
     q, k, v = (x.detach() for x in inputs())
     with torch.inference_mode():
@@ -179,7 +210,7 @@ def of_mask(q, k, v, mask):
 @pytest.mark.slow
 def test_compiled_code_takes_a_mask():
     q, k, v = inputs()
-    run = torch.compile(of_mask, fullgraph=True, backend="aot_eager")
+    run = torch.compile(of_mask, fullgraph=True, backend="aot_eager", dynamic=True)
     mask = masks.window(150, 30, 0)
     torch.testing.assert_close(run(q, k, v, mask), of_mask(q, k, v, mask))
 
@@ -195,6 +226,7 @@ def erring():
 
     block_mask = create_block_mask(causal, None, None, 150, 150, "cpu")
     block_mask.mask_mod = and_masks(causal, reads)
+    part = create_block_mask(causal, None, None, 150, 150, "cpu")[:, :, 1:]
     return (
         ({"score_mod": lambda s, *_: s}, "score_mod must be None, got"),
         ({"kernel_options": {"BLOCK_M": 64}}, "kernel_options must be None, got .*torch's own"),
@@ -206,6 +238,7 @@ def erring():
         ({"block_mask": torch.ones(150, 150).bool()}, "block_mask must be a BlockMask of torch"),
         ({"block_mask": masks.window(151, 3, 0)}, "mask.seqlen_q must be 150 as q's, got 151"),
         ({"block_mask": block_mask}, "elsewhere, which mask_mod reads, must be on cpu as the"),
+        ({"block_mask": part}, r"block_mask.kv_indices.shape\[2\] must be at least 2, the blocks"),
         ({"block_mask": window, "key": torch.ones(2, 2, 150, 16)}, r"key.shape\[1\] must be 4 as"),
         ({"query": torch.ones(150, 16)}, r"query.shape must be \(batch, heads, seqlen, head_dim"),
         ({"value": None}, "value must be a torch.Tensor, got None"),

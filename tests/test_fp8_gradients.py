@@ -101,7 +101,7 @@ def leaves(seqlen=40, dtype=torch.float16, device="cpu"):
 
 
 def test_every_way_gives_the_same_gradient(device):
-    """Checkpointed, compiled, in a fixed order; and hooks see 8 bits."""
+    """Checkpointed, compiled, in a fixed order, under autocast; and hooks see 8 bits."""
     given = leaves(device=device)
     compiled = torch.compile(flash_attn_fp8_func, fullgraph=True, backend="aot_eager")
     ways = {
@@ -109,12 +109,14 @@ def test_every_way_gives_the_same_gradient(device):
         "deterministic": lambda *x: flash_attn_fp8_func(*x, deterministic=True),
         "checkpoint": lambda *x: checkpoint(flash_attn_fp8_func, *x, use_reentrant=False),
         "compiled": compiled,
+        "backward under autocast": flash_attn_fp8_func,
     }
     found = {}
     for name, run in ways.items():
         out = run(*given)
         dout = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape).to(out.dtype)
-        found[name] = out, *torch.autograd.grad(out, given, dout)
+        with torch.autocast(torch.device(device).type, torch.bfloat16, "autocast" in name):
+            found[name] = out, *torch.autograd.grad(out, given, dout)
     for name, results in found.items():
         for one, other in zip(results, found["eager"], strict=True):
             assert torch.equal(one, other), name

@@ -30,16 +30,16 @@ def _found(mask_mod: object, inside: Callable) -> list[Named]:
     found, seen = [], {}
 
     def visit(name: str, value: object, names: frozenset[str]) -> None:
-        if isinstance(value, _LEAVES):
-            found.append((name, value))
-        else:
-            names = _names_in(value) or names
-            if (id(value), names) not in seen:
-                seen[id(value), names] = value  # alive, so that no other value gets its id
-                for inner, x in inside(name, value, names):
+        names = _names_in(value) or names
+        if (id(value), names) not in seen:
+            seen[id(value), names] = value  # alive, so that no other value gets its id
+            for inner, x in inside(name, value, names):
+                if isinstance(x, _LEAVES):
+                    found.append((inner, x))
+                else:
                     visit(inner, x, names)
 
-    visit("a tensor", mask_mod, frozenset())
+    visit("a tensor", (mask_mod,), frozenset())
     return found
 
 
