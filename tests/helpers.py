@@ -21,9 +21,9 @@ from flashattn3.backends.hopper.kernel_configs import all_configs
 from flashattn3.backends.hopper.launch_record import DecodeRecord, LaunchRecord
 from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.registry import BACKENDS, HOPPER
-from flashattn3.call.dtypes import FULL_PRECISION
+from flashattn3.call.dtypes import FULL_PRECISION, v_dtype
 from flashattn3.call.fields import Options
-from flashattn3.call.operands import metadata_of
+from flashattn3.call.operands import Tensors, metadata_of
 from flashattn3.call.problem import describe
 from flashattn3.run import cached_plans
 from flashattn3.run.launches import cached_launch_cache
@@ -230,6 +230,15 @@ def gradients_hold(case, tensors, got, dout, dlse, backend: str) -> None:
 def described(tensors, **options):
     """The problem of a call with these tensors and options."""
     return describe(tuple(map(metadata_of, tensors)), Options(**options))
+
+
+def meta_qkv(
+    batch=2, seqlen_q=1024, seqlen_k=1024, heads=(8, 8), d=64, dv=None, dtype=torch.bfloat16
+) -> Tensors:
+    """q, k and v without memory."""
+    shapes = (seqlen_q, heads[0], d), (seqlen_k, heads[1], d), (seqlen_k, heads[1], dv or d)
+    made = zip(shapes, (dtype, dtype, v_dtype(dtype)), strict=True)
+    return Tensors(*(torch.empty(batch, *x, device="meta", dtype=of) for x, of in made))
 
 
 def case_named(name: str):

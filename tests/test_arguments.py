@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import H100, WITHOUT_HOPPER, ints, library_double, run_python
+from helpers import H100, WITHOUT_HOPPER, described, ints, library_double, run_python
 
 from flashattn3 import (
     available_backends,
@@ -26,9 +26,8 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.registry import BACKENDS, TRITON
 from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import EIGHT_BIT, FP8
-from flashattn3.call.fields import Options, _warn_of_zero_scale
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
+from flashattn3.call.fields import _warn_of_zero_scale
+from flashattn3.call.operands import Tensors
 from flashattn3.quantization import torch_operations
 from flashattn3.run.planner import choose
 
@@ -228,7 +227,7 @@ def test_hints_change_no_result_and_no_backend(hint, backend, device):
 def test_hints_keep_a_call_on_hopper(hint):
     hopper = HopperBackend(library=library_double, only_measured=False)
     q = torch.empty(1, 4096, 8, 128, device="meta", dtype=torch.float16)
-    problem = describe(tuple(map(metadata_of, Tensors(q, q, q))), Options(**{hint: HINTS[hint]}))
+    problem = described(Tensors(q, q, q), **{hint: HINTS[hint]})
     found = choose(problem, H100, (hopper, *WITHOUT_HOPPER))
     assert found.backend is hopper
     assert set(found.unused_hints) == {hint} - {"sm_margin"}
@@ -258,6 +257,6 @@ def test_fast_accumulation_changes_no_bit_of_a_backend_that_adds_in_float32(eigh
 def test_the_interpreter_declines_bfloat16():
     x = HALF.unflatten(0, (2, 10)).bfloat16()
     info = describe_device(x.device)._replace(interpreted=True)
-    problem = describe(tuple(map(metadata_of, Tensors(x, x, x))), Options())
+    problem = described(Tensors(x, x, x))
     assert "bfloat16" in TRITON.decline_reason(problem, info)
     assert TRITON.decline_reason(replace(problem, dtype=torch.float16), info) is None

@@ -9,14 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import H100, library_double
+from helpers import H100, described, library_double
 
 from flashattn3 import BlockScaled, flash_attn_func
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.registry import TRITON
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
+from flashattn3.call.operands import Tensors
 from flashattn3.cli import main
 from flashattn3.run.planner import choose
 from flashattn3_bench import (
@@ -476,8 +474,7 @@ def test_few_sms_are_timed_where_the_backend_leaves_sms_free(backend, monkeypatc
 
     def explain(*tensors, causal, sm_margin):
         margins.append(sm_margin)
-        problem = describe(tuple(map(metadata_of, Tensors(*tensors))), Options(sm_margin=sm_margin))
-        return choose(problem, H100, (named,))
+        return choose(described(Tensors(*tensors), sm_margin=sm_margin), H100, (named,))
 
     def empty(case, device, dtype):
         q, k = (torch.empty(1, n, case.num_heads_q, 64, device="meta", dtype=dtype) for n in (8, 9))

@@ -23,6 +23,7 @@ from helpers import (
     WITHOUT_HOPPER,
     described,
     library_double,
+    meta_qkv,
     on_hopper_gpu,
 )
 
@@ -43,8 +44,9 @@ from flashattn3.backends.hopper.kernel_configs import (
 from flashattn3.backends.hopper.launch_record import LaunchRecord
 from flashattn3.backends.hopper.library import Library
 from flashattn3.backends.triton.backend import TritonBackend
-from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8, v_dtype
+from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
 from flashattn3.call.operands import Tensors
+from flashattn3.call.permuted_v import permute_v
 from flashattn3.run.planner import choose
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": FP8, "int8": INT8}
@@ -81,11 +83,8 @@ def never() -> Library:
     raise AssertionError("the library is looked for only where a Hopper GPU is")
 
 
-def qkv(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=1024, heads=(8, 4)):
-    q = torch.empty(batch, seqlen_q, heads[0], d, device="meta", dtype=dtype)
-    k = torch.empty(batch, seqlen_k, heads[1], d, device="meta", dtype=dtype)
-    v = torch.empty(batch, seqlen_k, heads[1], dv or d, device="meta", dtype=v_dtype(dtype))
-    return Tensors(q, k, v)
+def qkv(d=64, dv=None, **of):
+    return meta_qkv(d=d, dv=dv, **{"heads": (8, 4), **of})
 
 
 def with_mask(tensors, batch=1, heads=1):
@@ -145,15 +144,13 @@ def test_split_tokens_has_a_kernel_of_spans_whatever_the_addresses(rows, dim, ba
         assert described["kernel config"].endswith("_spans") and described["copied first"] == copied
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "return_max_logit"])
-def test_split_tokens_is_never_left_out_for_another_option(name):
-    tensors, options = qkv(), {"split_tokens": 1024}
-    if name == "alibi_slopes":
-        tensors = tensors._replace(alibi_slopes=torch.empty(8, device="meta"))
-    else:
-        options[name] = True
-    with pytest.raises(UnsupportedError, match=f"hopper: split_tokens=1024: takes no {name}"):
-        plan(tensors, **options)
+def test_split_tokens_is_never_left_out_for_another_option():
+    slopes = qkv()._replace(alibi_slopes=torch.empty(8, device="meta"))
+    with pytest.raises(UnsupportedError, match="hopper: split_tokens=1024: takes no alibi_slopes"):
+        plan(slopes, split_tokens=1024)
+    said = "hopper: split_tokens=1024: takes no return_max_logit"
+    with pytest.raises(UnsupportedError, match=said):
+        plan(qkv(), split_tokens=1024, return_max_logit=True)
 
 
 # block_m → batch and seqlen_q of 16 heads whose work tiles have so many rows.
@@ -314,39 +311,26 @@ def test_more_rows_than_are_counted_in_32_bits_are_refused_by_name(long, backend
     assert plan(qkv(8, heads=(1, 1), **{long: 2**30 - 1024})).backend.name == "hopper"
 
 
-def recorder_of_8_bits():
-    """The backend, and the list of the arguments of its operator's calls."""
+@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+def test_the_operator_of_8_bits_gets_v_in_slots_and_whether_to_accumulate_fast(dtype):
     calls = []
 
     def forward(*arguments):
         calls.append(arguments)
         return torch.ones(2, 9, 4, 64), torch.ones(2, 4, 9)
 
-    library = library_double(forward=forward, permute_v=lambda v, *_: v)
-    return HopperBackend(library=lambda: library, only_measured=False), calls
-
-
-def test_the_operator_of_8_bits_gets_int8_and_v_in_slots():
-    candidate, calls = recorder_of_8_bits()
-    q, k = torch.ones(2, 9, 4, 64, dtype=INT8), torch.ones(2, 9, 4, 64, dtype=INT8)
-    tensors = Tensors(q, k, torch.ones(2, 9, 4, 64).to(FP8))
-    found = plan(tensors, candidate)
-    found.launch.forward(tensors)
-    (arguments,) = calls
-    launch, *qkv = arguments[:4]
-    assert [x.dtype for x in qkv] == [INT8, INT8, FP8]
-    assert launch.config == FORWARD_CONFIGS.index(found.launch.config.kernel_config)
-
-
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
-def test_fast_accumulation_has_a_plan_and_a_call_of_its_own(dtype):
-    candidate, calls = recorder_of_8_bits()
-    q = torch.ones(2, 9, 4, 64, dtype=dtype)
-    tensors = Tensors(q, q, torch.ones(2, 9, 4, 64).to(FP8))
-    plans = [plan(tensors, candidate, use_fast_accum=fast) for fast in (False, True)]
+    q, v = torch.ones(2, 9, 4, 64, dtype=dtype), torch.ones(2, 9, 4, 64).to(FP8)
+    slots, tensors = permute_v(v, None), Tensors(q, q, v)
+    library = library_double(forward=forward, permute_v=lambda v, *_: permute_v(v, None))
+    backend = HopperBackend(library=lambda: library, only_measured=False)
+    plans = [plan(tensors, backend, use_fast_accum=fast) for fast in (False, True)]
     assert plans[0] != plans[1] and not plans[1].unused_hints
     for found in plans:
         found.launch.forward(tensors)
+        launch, *qkv = calls[-1][:4]
+        assert [x.dtype for x in qkv] == [dtype, dtype, FP8]
+        assert torch.equal(qkv[2].view(torch.uint8), slots.view(torch.uint8))
+        assert launch.config == FORWARD_CONFIGS.index(found.launch.config.kernel_config)
     kept, fast = (arguments[0].record for arguments in calls)
     assert (kept.use_fast_accum, fast.use_fast_accum) == (False, True)
     assert kept._replace(use_fast_accum=True) == fast
@@ -385,12 +369,9 @@ UNAVAILABLE = [
 ]
 
 
-@pytest.mark.parametrize(("device", "reason"), UNAVAILABLE, ids=lambda x: str(x)[:40])
-def test_elsewhere_nobody_looks_for_the_library(device, reason):
-    assert reason in HopperBackend(library=never).unavailable_reason(device)
-
-
-def test_only_hopper_gets_hopper():
+def test_elsewhere_nobody_looks_for_the_library():
+    for device, reason in UNAVAILABLE:
+        assert reason in HopperBackend(library=never).unavailable_reason(device)
     taken = {gpu.name for gpu in GPUS if plan(qkv(), device=gpu).backend.name == "hopper"}
     assert taken == {"H100"}
 
@@ -440,38 +421,14 @@ def views() -> dict[str, tuple[Tensors, str]]:
     }
 
 
-@pytest.mark.parametrize("name", views())
-def test_explain_says_what_is_copied(name):
-    tensors, copied = views()[name]
-    if name == "misaligned":
-        assert tensors.q.data_ptr() % 16 != 0
-    assert plan(tensors).launch.config.describe()["copied first"] == copied
+def test_explain_says_what_is_copied():
+    assert views()["misaligned"][0].q.data_ptr() % 16 != 0
+    for name, (tensors, copied) in views().items():
+        assert plan(tensors).launch.config.describe()["copied first"] == copied, name
 
 
-RECORD = LaunchRecord(
-    batch=2,
-    seqlen_q=9,
-    seqlen_k=9,
-    total_q=9,
-    total_k=9,
-    num_heads_q=4,
-    num_heads_kv=2,
-    head_dim=64,
-    head_dim_v=64,
-    varlen=False,
-    softmax_scale=0.25,
-    softcap=5.0,
-    window_left=3,
-    window_right=0,
-    num_sms=132,
-    sm_margin=2,
-    q_block=0,
-    k_block=0,
-    v_block=0,
-    out_is_fp16=True,
-    use_fast_accum=False,
-    deterministic=False,
-)
+SIZES = 2, 9, 9, 9, 9, 4, 2, 64, 64
+RECORD = LaunchRecord(*SIZES, False, 0.25, 5.0, 3, 0, 132, 2, 0, 0, 0, True, False, False)
 OF_RECORD = {"causal": True, "window_left": 3}
 OF_RECORD |= {name: getattr(RECORD, name) for name in ("softmax_scale", "softcap", "sm_margin")}
 

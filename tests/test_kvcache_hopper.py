@@ -18,7 +18,9 @@ from helpers import (
     Prepared,
     built,
     cached_calls_of_an_h100,
+    described,
     library_double,
+    meta_qkv,
     needs_hopper,
 )
 
@@ -49,11 +51,7 @@ from flashattn3.call.cached import (
     describe_decode,
     new_out,
 )
-from flashattn3.call.fields import Options
 from flashattn3.call.metadata import metadata_of
-from flashattn3.call.operands import Tensors
-from flashattn3.call.operands import metadata_of as metadata_of_input
-from flashattn3.call.problem import describe
 from flashattn3.call.scheduler_metadata import HEADER, MAGIC, PER_SEQUENCE
 from flashattn3.call.tensor_fields import DECODE_TENSORS
 from flashattn3.run import cached_plans
@@ -599,10 +597,8 @@ FORWARD = HopperBackend(library=library_double)
 
 
 def forward_plan(batch, seqlen_q, seqlen_k, heads=32, heads_kv=8, d=128, **options):
-    shapes = (seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
-    like = [torch.empty(batch, *of, d, device="meta", dtype=torch.bfloat16) for of in shapes]
-    problem = describe(tuple(map(metadata_of_input, Tensors(*like))), Options(**options))
-    return choose(problem, H100, (FORWARD, *WITHOUT_HOPPER))
+    tensors = meta_qkv(batch, seqlen_q, seqlen_k, (heads, heads_kv), d)
+    return choose(described(tensors, **options), H100, (FORWARD, *WITHOUT_HOPPER))
 
 
 def test_forwards_of_few_query_rows_run_on_a_decode_kernel():

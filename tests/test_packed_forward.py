@@ -18,6 +18,7 @@ from helpers import (
     forward_holds,
     gradients_hold,
     library_double,
+    meta_qkv,
 )
 from support.cases import call
 from support.inputs import make_inputs, make_output_gradients
@@ -36,13 +37,7 @@ def plan(
     device, batch, seqlen_q, seqlen_k, heads=32, heads_kv=8, dims=(128, 128), varlen=False,
     backends=WITHOUT_HOPPER, dtype=torch.bfloat16, scores=None, **options,
 ):  # fmt: skip
-    of = {"device": "meta", "dtype": dtype}
-    shapes = (
-        (seqlen_q, heads, dims[0]),
-        (seqlen_k, heads_kv, dims[0]),
-        (seqlen_k, heads_kv, dims[1]),
-    )
-    tensors = [torch.empty(batch, *shape, **of) for shape in shapes]
+    tensors = meta_qkv(batch, seqlen_q, seqlen_k, (heads, heads_kv), *dims, dtype)[:3]
     if varlen:
         edges = torch.empty(batch + 1, device="meta", dtype=torch.int32)
         tensors = [*(x.flatten(0, 1) for x in tensors), edges, edges]

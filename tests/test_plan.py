@@ -23,6 +23,8 @@ from helpers import (
     RTX5090,
     T4,
     WITHOUT_HOPPER,
+    described,
+    meta_qkv,
 )
 
 import flashattn3
@@ -30,17 +32,11 @@ from flashattn3 import UnsupportedError
 from flashattn3.backends.device import SHARED_MEMORY_KIB, describe_device
 from flashattn3.backends.registry import BACKENDS
 from flashattn3.backends.triton.tile_configs import MAX_HEAD_DIM, TILE_CONFIGS, select_tile_config
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
 from flashattn3.run.planner import choose
 
 
 def problem(d=64, dv=None, dtype=torch.bfloat16, batch=2, seqlen_q=1024, seqlen_k=1024, **options):
-    q = torch.empty(batch, seqlen_q, 8, d, device="meta", dtype=dtype)
-    k = torch.empty(batch, seqlen_k, 8, d, device="meta", dtype=dtype)
-    v = torch.empty(batch, seqlen_k, 8, dv or d, device="meta", dtype=dtype)
-    return describe(tuple(map(metadata_of, Tensors(q, k, v))), Options(**options))
+    return described(meta_qkv(batch, seqlen_q, seqlen_k, (8, 8), d, dv, dtype), **options)
 
 
 def plan(device, *args, **kwargs):

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import described, meta_qkv
 
-from flashattn3.call.fields import Options
-from flashattn3.call.operands import Tensors, metadata_of
-from flashattn3.call.problem import describe
+from flashattn3.call.operands import Tensors
 
 
 def problem(sq=8, sk=8, heads_q=4, heads_kv=2, d=16, dv=16, **options):
-    q = torch.empty(2, sq, heads_q, d, dtype=torch.float16)
-    k = torch.empty(2, sk, heads_kv, d, dtype=torch.float16)
-    v = torch.empty(2, sk, heads_kv, dv, dtype=torch.float16)
-    return described(Tensors(q, k, v), **options)
-
-
-def described(tensors, **options):
-    return describe(tuple(map(metadata_of, tensors)), Options(**options))
+    of = meta_qkv(2, sq, sk, (heads_q, heads_kv), d, dv, torch.float16)
+    return described(of, **options)
 
 
 def varlen_problem(**options):
