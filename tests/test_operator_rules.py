@@ -57,6 +57,43 @@ def test_flops_with_another_head_dim_of_v_and_of_sequences():
     assert found == (2 * scores * 16, 5 * scores * 16)
 
 
+TABLE = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32)
+LENGTHS, EDGES_Q = (torch.tensor(x, dtype=torch.int32) for x in ([5, 7], [0, 1, 4]))
+PAGES = {"page_table": TABLE, "cache_seqlens": LENGTHS}
+IN_FRONT = {"prefix_page_table": TABLE[:1], "prefix_len": 6}
+Q, KV = torch.randn(2, 3, 4, 16), torch.randn(4, 4, 2, 16)
+NEW = KV[:2, :1]
+# Each: q, caches and options of a cached call, and the queries times keys of its sequences.
+CACHED = {
+    "capacity": (Q, KV[:2], {}, 2 * 3 * 4),
+    "one length": (Q, KV[:2], {"cache_seqlens": 3}, 2 * 3 * 3),
+    "pages": (Q, KV, PAGES, 3 * 5 + 3 * 7),
+    "new tokens": (Q, KV, PAGES | {"k": NEW, "v": NEW}, 3 * 6 + 3 * 8),
+    "varlen": (Q.view(6, 4, 16), KV, PAGES | {"cu_seqlens_q": EDGES_Q, "max_seqlen_q": 3}, 5 + 21),
+    "prefix": (Q, KV, PAGES | IN_FRONT, 3 * 11 + 3 * 13),
+    "prefix alone": (Q, KV, IN_FRONT | {"page_table": TABLE, "cache_seqlens": 0}, 2 * 3 * 6),
+    "meta": (Q.to("meta"), KV[:2].to("meta"), {"cache_seqlens": 3}, 2 * 3 * 4),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_flops_of_cached_calls_are_those_of_their_keys(name):
+    register_flop_formulas()
+    q, cache, options, scores = CACHED[name]
+    with FlopCounterMode(display=False) as mode:
+        flash_attn_with_kvcache(q, cache.clone(), cache.clone(), **options)
+    assert mode.get_total_flops() == 2 * 4 * scores * (16 + 16)
+
+
+def test_flops_of_sequences_without_data_are_those_of_the_longest():
+    """With sinks the operator is another overload, whose arguments lie elsewhere."""
+    register_flop_formulas()
+    q, edges, sinks = (x.to("meta") for x in (Q.view(6, 4, 16), EDGES_Q, torch.zeros(4)))
+    with FlopCounterMode(display=False) as mode:
+        flash_attn_varlen_func(q, q, q, edges, edges, 3, 3, sinks=sinks)
+    assert mode.get_total_flops() == 2 * 4 * (2 * 3 * 3) * (16 + 16)
+
+
 X, EDGES = torch.randn(1, 8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
 LEAF, LENGTH = X.clone().requires_grad_(), {"cache_seqlens": 4}
 # Each: a call and the names that torch's profiler shows of it.
