@@ -293,6 +293,7 @@ def loss(q, k, v, mask):
     return flash_attn_func(q, k, v, mask=mask).square().sum()
 
 
+@pytest.mark.filterwarnings("ignore:(There is a perf|torch.searchsorted)")  # in vmap
 def test_a_mask_goes_through_checkpoints_and_transforms():
     q, k, v = inputs((1, 100, 2), 100, 1, 16)
     mask = masks.documents([60, 40], causal=True).to(DEVICE)
@@ -306,6 +307,9 @@ def test_a_mask_goes_through_checkpoints_and_transforms():
     stacked = [torch.stack([x.detach(), 2 * x.detach()]) for x in (q, k, v)]
     mapped = torch.vmap(loss, in_dims=(0, 0, 0, None))(*stacked, mask)
     torch.testing.assert_close(mapped[0], loss(q, k, v, mask))
+    lengths = torch.tensor([[30, 70], [60, 40]], device=DEVICE)
+    mapped = torch.vmap(lambda x: loss(q, k, v, masks.documents(x, seqlen=100, causal=True)))
+    torch.testing.assert_close(mapped(lengths)[1], loss(q, k, v, mask))
 
 
 def layer(q, k, v, lengths, mask):

@@ -328,6 +328,22 @@ def test_builders_read_no_value_and_say_their_memory(name):
     assert mask.nbytes == sum(x.nbytes for x in mask.tensors) <= most_mib * 2**20
 
 
+MAPPED = {  # builders, and two of their tensors
+    "documents": (lambda x: masks.documents(x, seqlen=150), torch.tensor([[50, 100], [120, 3]])),
+    "blocks": (lambda x: masks.blocks(x, 50, 50), torch.eye(6).view(2, 1, 1, 3, 6).bool()),
+    "bool": (masks.from_bool, torch.arange(2 * 150 * 150).view(2, 150, 150) % 7 < 3),
+    "tree": (masks.tree, torch.stack([torch.arange(150) - 1, torch.arange(150) // 2 - 1])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:(There is a perf|torch.searchsorted)")  # in vmap
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_maps_builders(name):
+    build, tensors = MAPPED[name]
+    found = torch.vmap(lambda x: (~build(x)).to_bool())(tensors)
+    assert torch.equal(found, torch.stack([(~build(x)).to_bool() for x in tensors]))
+
+
 def test_a_mask_is_a_frozen_pytree_of_tensors():
     mask = masks.documents([100, 50])
     leaves, spec = tree_flatten(mask)

@@ -35,8 +35,8 @@ def _counts(grid: Grid, starts: Tensor, ends: Tensor, rows: int, columns: int) -
         block = x.div(columns, rounding_mode="floor")
         place = ((lists * row_blocks + row_block) * shape[-1] + block).flatten()
         behind = (x - block * columns).flatten()
-        differences.scatter_add_(0, place, sign * (columns - behind))
-        differences.scatter_add_(0, place + 1, sign * behind)
+        differences = differences.scatter_add(0, place, sign * (columns - behind))
+        differences = differences.scatter_add(0, place + 1, sign * behind)
     return differences.view(shape).cumsum(-1)[..., :column_blocks]
 
 

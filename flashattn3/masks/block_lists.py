@@ -130,9 +130,9 @@ def assembled(
     tiles = torch.cat(parts) if parts else blocks.new_zeros((0, BLOCK_ROWS))
     tiles = torch.where(used.unsqueeze(-1), tiles, 0)
     if not exact:
-        counts = blocks.new_zeros(grid.num_blocks + 1)
         places = torch.where(used, blocks, grid.num_blocks)
-        counts.scatter_(0, places, num_ones(tiles).sum(-1))
+        counts = blocks.new_zeros(grid.num_blocks + 1)
+        counts = counts.scatter(0, places, num_ones(tiles).sum(-1))
         found = grid.kinds_of_counts(counts[:-1].view(grid.shape))
         slots = numbered(kinds).flatten()
         kinds = torch.where(kinds == PARTIAL, found, kinds)
@@ -152,7 +152,7 @@ def _partial_blocks(kinds: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """The block of each bit tile, int64 (capacity,), and whether there is one."""
     slots = torch.where(kinds == PARTIAL, numbered(kinds), capacity).clamp(max=capacity).flatten()
     places = torch.arange(slots.shape[0], device=kinds.device)
-    blocks = places.new_zeros(capacity + 1).scatter_(0, slots, places)[:capacity]
+    blocks = places.new_zeros(capacity + 1).scatter(0, slots, places)[:capacity]
     return blocks, torch.arange(capacity, device=kinds.device) < (kinds == PARTIAL).sum()
 
 

@@ -30,7 +30,7 @@ def visits(parents: Tensor) -> tuple[Tensor, Tensor]:
     sorted_size = size.gather(1, order)
     before = sorted_size.cumsum(-1) - sorted_size  # of all tokens with a smaller parent, or sibling
     of_group = before.gather(1, torch.searchsorted(siblings, siblings))
-    offset = torch.empty_like(size).scatter_(1, order, before - of_group + 1)
+    offset = torch.empty_like(size).scatter(1, order, before - of_group + 1)
     offset[:, 0] = 0
     for ancestor in ancestors:
         offset = offset + offset.gather(1, ancestor)
