@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def checkout(tmp_path_factory) -> Path:
     return checkout_to_build_in(tmp_path_factory, "tests/device")
 
 
+@cache
 def build(checkout: Path, program: str) -> Path:
     command = [sys.executable, "-m", "build_support", program]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=1700)
