@@ -17,7 +17,16 @@ from saved_tensors import AROUND, LENGTHS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flashattn3 import UnsupportedError, flash_attn_func, flash_attn_varlen_func, masks
+from flashattn3 import (
+    UnsupportedError,
+    flash_attn_fp8_func,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    masks,
+    quantize_block_fp8,
+    rotate_and_quantize,
+)
 from flashattn3.integrations import dtensor, torch_operators
 from flashattn3.integrations import torch as provider
 
@@ -117,6 +126,18 @@ def check_dtensor(mesh) -> None:
     edges = distribute_tensor(torch.tensor([0, 24], dtype=torch.int32), mesh, [Replicate()])
     with pytest.raises(UnsupportedError, match="local_map"):
         flash_attn_varlen_func(*rows, edges, edges, 24, 24)
+    parts = [distribute_tensor(x.half(), mesh, [Replicate()]) for x in tensors]
+    sinks = distribute_tensor(torch.zeros(4), mesh, [Replicate()])
+    for name, call in {
+        "flash_attn_with_kvcache: q": lambda: flash_attn_with_kvcache(*parts),
+        "flash_attn_with_kvcache: sinks": lambda: flash_attn_with_kvcache(*tensors, sinks=sinks),
+        "flash_attn_func: sinks": lambda: flash_attn_func(*tensors, sinks=sinks),
+        "flash_attn_fp8_func: q": lambda: flash_attn_fp8_func(*parts),
+        "quantize_block_fp8: x": lambda: quantize_block_fp8(parts[0]),
+        "rotate_and_quantize: q": lambda: rotate_and_quantize(parts[0]),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name} must be a local tensor .*local_map"):
+            call()
 
 
 def check_masks(mesh, tensors) -> None:

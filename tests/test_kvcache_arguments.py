@@ -249,11 +249,32 @@ UNSUPPORTED = [
         for name in ("k_descale", "v_descale")
     ),
 ]
+
+
+class Distributed(torch.Tensor):
+    """Stands for a DTensor."""
+
+    device_mesh = None
+
+
 TYPE_ERRORS = [
     ({"cache_seqlens": [5, 7]}, "cache_seqlens must be an int"),
     ({"rotary_interleaved": "y"}, "rotary_interleaved must be a bool, got 'y' (str)"),
     ({"k_cache": [1.0]}, "k_cache must be a torch.Tensor"),
     (prefix(prefix_page_table=3), "prefix_page_table must be a torch.Tensor, got 3"),
+    *(
+        (given | {name: given[name].as_subclass(Distributed)}, f"{name} must be a local tensor")
+        for name, given in (
+            ("q", legal()),
+            ("v_cache", legal()),
+            ("cache_seqlens", legal()),
+            ("k", new()),
+            ("rotary_cos", new() | tables()),
+            ("sinks", {"sinks": torch.ones(H)}),
+            ("prefix_page_table", prefix()),
+            ("out", {"out": torch.empty(B, SQ, H, D)}),
+        )
+    ),
 ]
 REFUSED = [
     (kind, *row)

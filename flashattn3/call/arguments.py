@@ -86,6 +86,18 @@ def expect_strided(function: str, name: str, tensor: Tensor) -> None:
         raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)
 
 
+def is_distributed(tensor: Tensor) -> bool:
+    """Return whether it is a DTensor, which has no memory of its own for a kernel to read."""
+    return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")
+
+
+def expect_local(function: str, name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a DTensor."""
+    if is_distributed(tensor):
+        wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
+        raise type_error(function, name, wanted, shown(tensor))
+
+
 def _side(function: str, name: str, index: int, value: object) -> int:
     if type(value) is int and -1 <= value <= LARGEST:
         return value

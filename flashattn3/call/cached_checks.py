@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, complaint, expect, shown, type_error
 from ..modes import refuse_jit_trace, refuse_tangents, refuse_transforms
-from .arguments import expect_strided
+from .arguments import expect_local, expect_strided
 from .cache_descales import check_descales, check_q_descale, check_written_descales
 from .cached import (
     DECODE,
@@ -40,7 +40,7 @@ def unsupported(function: str, what: str, wanted: object, got: object) -> Unsupp
 
 
 def check_tensors(function: str, required: int, **tensors: object) -> None:
-    """All are plain tensors without a gradient; the first ``required`` are given."""
+    """All are local, strided tensors without a gradient; the first ``required`` are given."""
     given = [x for x in tensors.values() if isinstance(x, Tensor)]
     refuse_tangents(function, *given)
     wants_gradient = torch.is_grad_enabled()
@@ -49,6 +49,8 @@ def check_tensors(function: str, required: int, **tensors: object) -> None:
             continue
         if not isinstance(x, Tensor):
             raise type_error(function, name, "a torch.Tensor", shown(x))
+        if type(x) is not Tensor:
+            expect_local(function, name, x)
         if x.layout is not torch.strided or x.is_nested:
             expect_strided(function, name, x)
         if wants_gradient and x.requires_grad:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import expect, shown, type_error
 from ..modes import is_traced
-from .arguments import expect_strided
+from .arguments import expect_local, expect_strided, is_distributed
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
@@ -335,28 +335,26 @@ def tensors_by_name(tensors: Tensors) -> dict[str, Tensor | None]:
 def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
     """Raise TypeError for a tensor argument that is not a tensor or has no strides."""
     required = REQUIRED_OF_VARLEN if varlen else len(SIDES)
+    check_distributed = check_dtensor if is_distributed(data_of(tensors.q)) else None
     for index, (name, value) in enumerate(tensors_by_name(tensors).items()):
         if value is None and index >= required:
             continue
         if type(value) is not Tensor:
-            _check_class(function, name, value)
+            _check_class(function, name, value, check_distributed)
         if value.layout is not torch.strided or value.is_nested:
             expect_strided(function, name, value)
 
 
-def _check_class(function: str, name: str, value: object) -> None:
+def _check_class(
+    function: str, name: str, value: object, check_distributed: Callable | None
+) -> None:
+    """check_distributed: of a call on DTensors, ``check_dtensor``."""
     if not isinstance(value, Tensor):
         raise type_error(function, name, "a torch.Tensor", shown(value))
-    if _is_distributed(value):
-        if check_dtensor is not None:
-            return check_dtensor(function, name, value)
-        wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
-        raise type_error(function, name, wanted, shown(value))
+    if check_distributed is not None and is_distributed(value):
+        return check_distributed(function, name, value)
+    expect_local(function, name, value)
 
 
 # Checks a DTensor where integrations.dtensor gave the operators sharding rules.
 check_dtensor: Callable[[str, str, Tensor], None] | None = None
-
-
-def _is_distributed(tensor: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")

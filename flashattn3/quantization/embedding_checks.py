@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.arguments import boolean, expect_strided, integer, real
+from ..call.arguments import boolean, expect_local, expect_strided, integer, real
 from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype
 from ..call.hadamard import is_rotatable
 from ..call.quantization_limits import BLOCKS
@@ -72,6 +72,7 @@ def _sides(q, k, v, num_heads_q) -> tuple[Tensor, Tensor | None, Tensor | None]:
             raise type_error(FUNCTION, name, "a torch.Tensor", shown(x))
         if x is not None:
             expect_strided(FUNCTION, name, x)
+            expect_local(FUNCTION, name, x)
             expect(x.ndim >= 3, FUNCTION, f"{name}.ndim", "3 or 4", x.ndim)
     if q.dtype not in SIXTEEN_BIT:
         raise type_error(FUNCTION, "q.dtype", f"one of {SIXTEEN_BIT}", q.dtype)
@@ -103,6 +104,7 @@ def _expect_tensor(
 ) -> None:
     if not isinstance(x, Tensor):
         raise type_error(FUNCTION, name, "a torch.Tensor", shown(x))
+    expect_local(FUNCTION, name, x)
     if x.dtype not in dtypes:
         raise type_error(FUNCTION, f"{name}.dtype", f"one of {dtypes}", x.dtype)
     expect(tuple(x.shape) == shape, FUNCTION, f"{name}.shape", shape, tuple(x.shape))

@@ -24,6 +24,7 @@ from .embedding import Embedding, Lengths
 from .embedding_checks import FUNCTION, Scheme, checked
 
 _PLAIN = (int, float, bool, torch.dtype, type(None))
+_USUAL = {Tensor, torch.nn.Parameter, type(None)}
 _MOST_KNOWN = 4096
 # What the checks have found for calls with the same metadata; the oldest are forgotten.
 _known: dict[tuple, tuple[int | None, Scheme]] = {}
@@ -166,9 +167,9 @@ def _key_of(tensors: tuple, *others: object) -> tuple | None:
     """Under which _known has the call; None where values are checked or an argument is odd."""
     *lengths, options = others
     types = tuple(map(type, (*lengths, *options)))
-    if not isinstance(tensors[0], Tensor) or is_checked(tensors[0].device):
+    if tensors[0] is None or not _USUAL.issuperset(map(type, tensors)):
         return None
-    if not all(of in _PLAIN for of in types):
+    if is_checked(tensors[0].device) or not all(of in _PLAIN for of in types):
         return None
     try:
         return key_of(tensors), others, types

@@ -147,11 +147,15 @@ def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOption
     return _checked_decode(key, options, _constant(lengths, options.function))
 
 
+_USUAL = {Tensor, torch.nn.Parameter, type(None)}
+
+
 def checked_key_of(function: str, required: int, tensors: DecodeTensors | AppendTensors) -> tuple:
     """``key_of``; raises what ``check_tensors`` has to refuse, and asks it only then."""
     try:
         key = key_of(tensors)
-        refused = tensors.v_cache is None or (torch.is_grad_enabled() and _need_gradient(tensors))
+        refused = tensors.v_cache is None or not _USUAL.issuperset(map(type, tensors))
+        refused = refused or (torch.is_grad_enabled() and _need_gradient(tensors))
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
         refused = True
     if refused:

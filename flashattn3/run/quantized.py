@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends.device import describe_device
 from ..backends.registry import BACKENDS
-from ..call.arguments import boolean, integer
+from ..call.arguments import boolean, expect_local, integer
 from ..call.descales import BLOCKS, check_out_dtype
 from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype, v_dtype
 from ..call.fields import Options, expect_shared_shift
@@ -82,6 +82,9 @@ def attend_quantized(
     unusual = not plain or changes_scores(tensors)
     if varlen or unusual:
         check_tensor_types(function, tensors, varlen)
+    if not plain:
+        for name, x in zip("qkv", (q, k, v), strict=True):
+            expect_local(function, name, x)
     differentiably = q.requires_grad or k.requires_grad or v.requires_grad
     if unusual or differentiably:
         differentiably = needs_gradient((q, k, v, *scores_of(tensors)))

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..call.arguments import integer
 from ..call.cache_descales import is_of_sequences, is_one_number
 from ..call.cached import DecodeOptions, DecodeTensors, Lengths, lse_shape
+from ..call.cached_checks import check_tensors
 from ..call.cached_value_checks import check_prefix_values
 from ..call.metadata import metadata_of
 from ..call.tensor_checks import check_dense, check_device
@@ -79,6 +80,7 @@ def check_prefix(
     function, cache = options.function, tensors.k_cache
     wanted = "a tensor with prefix_page_table: k_cache has pages"
     expect(tensors.page_table is not None, function, "page_table", wanted, None)
+    check_tensors(function, 0, prefix_page_table=prefix.page_table, prefix_len=prefix.arguments[1])
     device, pages = tensors.q.device, prefix.page_table
     check_device(function, "prefix_page_table", pages, device, "q")
     if isinstance(prefix.length, Tensor):
