@@ -457,6 +457,14 @@ def test_smoothing_compiles(dynamic, device):
         assert_same((found.data, found.descale), (wanted.data, wanted.descale))
 
 
+def test_data_is_contiguous_whatever_the_strides():
+    """As the operators' fakes have it, by which a compiled graph reads the data."""
+    x, edges = normal(2, 4, 70, 32).transpose(1, 2), torch.tensor([0, 70], dtype=torch.int32)
+    for of, lengths in ((x, (None, None)), (x[0], (edges, 70)), (x[0], (edges[:1], 0))):
+        data, _ = torch_operations.quantize(of, 64, False, *lengths, FP8)
+        assert data.is_contiguous()
+
+
 def slot_groups(data):
     """(..., heads, groups of 32 slots, bytes)"""
     return bits(data).unflatten(-3, (-1, 2)).flatten(-3)

@@ -19,6 +19,7 @@ from flashattn3 import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    masks,
     quantize_block_fp8,
     use_backend,
 )
@@ -189,7 +190,11 @@ def test_tensors_without_data_give_results_without_data(requires_grad):
             assert torch.autograd.grad(out.sum(), qkv)[0].is_meta
     edges, rows = torch.empty(3, dtype=torch.int32, device="meta"), qkv.flatten(0, 1).unbind(1)
     longest = torch.tensor(5, device="meta")
-    assert flash_attn_varlen_func(*rows, edges, edges, longest, 5).shape == (10, 4, 16)
+    out = flash_attn_varlen_func(*rows, edges, edges, longest, 5)
+    masked = flash_attn_func(q, k, v, mask=masks.window(5, 2, device="meta"))
+    assert (out.shape, masked.shape) == ((10, 4, 16), (2, 5, 4, 16))
+    if requires_grad:
+        assert torch.autograd.grad(out.sum() + masked.sum(), qkv)[0].is_meta
     with torch.no_grad():
         half = q.half()
         assert flash_attn_fp8_func(half, half, half).is_meta

@@ -33,7 +33,7 @@ def quantize(
     if cu_seqlens is not None and (cu_seqlens.numel() == 1 or max_seqlen == 0):  # nothing to scale
         shape = (cu_seqlens.numel() - 1, x.shape[-2], -(-max_seqlen // block))
         descale = x.new_empty(shape, dtype=torch.float32)
-        return torch.zeros_like(x, dtype=dtype), descale
+        return x.new_zeros(x.shape, dtype=dtype), descale
     of = token_positions(x.shape[-3], x.device, cu_seqlens)
     common = None if mean is None else of_sequences(mean, of)
     if hadamard:
@@ -45,7 +45,7 @@ def quantize(
     descale, factor = scales(amax, LARGEST[dtype])
     scaled = values * of_tokens(factor, block, of)[..., None]
     data = rounded(scaled.where(values.isfinite(), torch.nan), dtype)
-    return data, descale.where(amax.isfinite(), torch.nan)
+    return data.contiguous(), descale.where(amax.isfinite(), torch.nan)
 
 
 def dequantize(

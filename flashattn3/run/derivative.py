@@ -147,7 +147,7 @@ def gradient_of(
     """Compute the gradients; the tensors are those of an operator."""
     # Compiled autograd traces this, and not what the other conditions read.
     if not torch.compiler.is_compiling() and not is_batched(dout, dlse):
-        if type(dout) is type(tensors[0]) is Tensor and is_plain() and not torch.is_grad_enabled():
+        if have_data(dout, out, tensors[0]) and is_plain() and not torch.is_grad_enabled():
             return backward_of(dout, dlse, out, lse, Tensors(*tensors), options, *with_dbias)
         if has_dual_level() or is_transformed():
             call = Rows(options, with_dbias)
