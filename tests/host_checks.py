@@ -18,6 +18,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from timeit import repeat
+from typing import NamedTuple
 
 import host_cached_checks
 import host_plan_checks
@@ -68,11 +69,44 @@ def use(path: Path) -> ctypes.CDLL:
     return host
 
 
-def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfloat16):
+def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfloat16, batch=2):
     """q, k and v of a length that no other check uses: descriptors are cached by their sizes."""
     shapes = ((seqlen_q, heads[0], d), (seqlen_k or seqlen_q, heads[1], d))
     shapes = (*shapes, (seqlen_k or seqlen_q, heads[1], dv or d))
-    return [torch.randn(2, *shape).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(batch, *shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+class Observed(NamedTuple):
+    """What a call passes to the driver, its result, and whether Python looked for a plan."""
+
+    events: list[list]
+    result: object
+    is_planned: bool
+
+    def kinds(self):
+        """Layouts of the tensors that a call returns in a tuple or a list."""
+        return [(x.shape, x.stride(), x.dtype, type(x.grad_fn).__name__) for x in self.result]
+
+    def without(self, *ignored):
+        return [event for event in self.events if event[0] not in ignored]
+
+
+def observed(host: ctypes.CDLL, call) -> Observed:
+    results, before = [], operators._plan.cache_info()[:2]
+    events = events_of(host, lambda: results.append(call()))
+    return Observed(events, results[0], operators._plan.cache_info()[:2] != before)
+
+
+def expect_found(host, call, known, *ignored) -> list[list]:
+    """Python plans a call once; then the operators find its launches, and what it passes to the
+    driver and returns is the same. known: tensors of the call. ignored: events that differ."""
+    first, *others = (observed(host, call) for _ in range(3))
+    assert first.is_planned
+    addresses = {x.data_ptr() for x in known if isinstance(x, torch.Tensor)}
+    for found in others:
+        assert found.kinds() == first.kinds() and not found.is_planned
+        expect_same_events(found.without(*ignored), first.without(*ignored), addresses)
+    return first.without(*ignored)
 
 
 def recorded(host: ctypes.CDLL, call) -> tuple[object, list[list[int]], int]:
@@ -201,15 +235,9 @@ def check_operators_of_compiled_graphs(host):
     values = 0.3, True, -1, 0, 0.0
     edges = torch.tensor([0, 3, 44, 88, 88], dtype=torch.int32)
 
-    def given(batch=2, seqlen=44, heads=(4, 2), dims=(64, 32), dtype=torch.bfloat16, tokens=True):
-        shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])]
-        if tokens:  # come before heads in memory
-            made = [torch.zeros(batch, seqlen, n, d, dtype=dtype) for n, d in shapes]
-            return [x.transpose(1, 2) for x in made]
-        return [torch.zeros(batch, n, seqlen, d, dtype=dtype) for n, d in shapes]
-
-    def layout(x):
-        return x.shape, x.stride(), x.dtype
+    def given(tokens=True, **other):
+        made = (x.detach().transpose(1, 2) for x in inputs(**{"seqlen_q": 44, "dv": 32, **other}))
+        return [x if tokens else x.contiguous() for x in made]  # come before heads in memory
 
     def both(tensors, packed, dlse=False):
         arguments = *tensors, *((edges, edges) if packed else (None, None)), *values
@@ -217,35 +245,24 @@ def check_operators_of_compiled_graphs(host):
         dout, dlse = torch.zeros_like(out), torch.zeros_like(lse) if dlse else None
         return out, lse, *registered.backward_bhsd.default(dout, dlse, out, lse, *arguments)
 
-    def passes(tensors, packed, **options):
-        """Events of both passes, kinds of the results, and whether Python looked for a plan."""
-        kept, before = [], operators._plan.cache_info()[:2]
-        events = events_of(host, lambda: kept.extend(both(tensors, packed, **options)))
-        return events, [layout(x) for x in kept], operators._plan.cache_info()[:2] != before
-
-    def without_descriptors(events):
-        return [x for x in events if x[0] not in ("descriptor", "strides")]
+    def is_planned(*arguments, **options):
+        return observed(host, partial(both, *arguments, **options)).is_planned
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bhsd, "is_checked", lambda device: False)
         for packed in (False, True):
-            for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dims": (96, 96)}):
+            for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"d": 96, "dv": 96}):
                 tensors = given(**other)
-                known = {x.data_ptr() for x in (*tensors, edges)}
-                first, kinds, planned = passes(tensors, packed)
-                assert planned
-                for _ in range(2):
-                    events, found, planned = passes(tensors, packed)
-                    assert found == kinds and not planned
-                    expect_same_events(*map(without_descriptors, (events, first)), known)
-            assert passes(given(tokens=False), packed)[2] == packed  # rows are a copy if packed
-            assert not passes(given(), packed)[2]
-            assert passes(given(), packed, dlse=True)[2]
-            for other in ({"batch": 1}, {"seqlen": 43}, {"heads": (8, 2)}, {"dims": (64, 64)}):
+                call = partial(both, tensors, packed)
+                expect_found(host, call, (*tensors, edges), "descriptor", "strides")
+            assert is_planned(given(tokens=False), packed) == packed  # rows are a copy if packed
+            assert not is_planned(given(), packed)
+            assert is_planned(given(), packed, dlse=True)
+            for other in ({"batch": 1}, {"seqlen_q": 43}, {"heads": (8, 2)}, {"dv": 64}):
                 if not packed:
-                    assert passes(given(**other), packed)[2]
+                    assert is_planned(given(**other), packed)
             unaligned = [torch.zeros(2, 4, 44, 65).bfloat16()[..., 1:] for _ in range(3)]
-            assert all(passes(unaligned, packed)[2] for _ in range(2))
+            assert all(is_planned(unaligned, packed) for _ in range(2))
         operator = registered.forward_bhsd.default
         tensors = given()
         with pytest.raises(ValueError, match=r"cu_seqlens_q.dtype must be torch.int32"):
@@ -258,48 +275,35 @@ def check_calls_like_an_earlier_one(host):
     """Such a call finds its launch without Python, passes the same to the driver and returns the
     same. Any other call is checked as the first one was."""
 
-    def given(is_bhsd, seqlen=56, heads=(4, 2), dtype=torch.bfloat16, batch=2, dv=64):
-        shapes = [(heads[0], 64), (heads[1], 64), (heads[1], dv)]
-        tensors = [torch.randn(batch, seqlen, *shape).to(dtype) for shape in shapes]
+    def given(is_bhsd, **other):
+        tensors = (x.detach() for x in inputs(**{"seqlen_q": 56, **other}))
         return [x.transpose(1, 2) if is_bhsd else x for x in tensors]
 
     def run(tensors, is_bhsd, gradients, **options):
-        """Events of a call and its gradient without descriptors, which are cached; layouts of the
-        results; whether Python looked for a plan."""
+        """The results of a call and of its gradient."""
         function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
-        leaves, results = [x.detach().requires_grad_(gradients) for x in tensors], []
+        leaves = [x.detach().requires_grad_(gradients) for x in tensors]
         learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
-
-        def both():
-            found = function(*leaves, causal="mask" not in options, **options)
-            results.extend(found if isinstance(found, tuple) else [found])
-            if gradients:
-                ones = torch.ones_like(results[0])
-                results.extend(torch.autograd.grad(results[0], leaves + learned, ones))
-
-        before = operators._plan.cache_info()[:2]
-        ignored = "descriptor", "strides", "arguments"  # the last with words that nothing wrote
-        events = [x for x in events_of(host, both) if x[0] not in ignored]
-        kinds = [(x.shape, x.stride(), x.dtype, type(x.grad_fn).__name__) for x in results]
-        return events, kinds, operators._plan.cache_info()[:2] != before
+        found = function(*leaves, causal="mask" not in options, **options)
+        results = list(found) if isinstance(found, tuple) else [found]
+        if gradients:
+            ones = torch.ones_like(results[0])
+            results.extend(torch.autograd.grad(results[0], leaves + learned, ones))
+        return results
 
     def is_planned_in_python(*arguments, **options):
-        return run(*arguments, **options)[2]
+        return observed(host, partial(run, *arguments, **options)).is_planned
 
+    # Descriptors are cached; arguments have words that nothing wrote.
+    ignored = "descriptor", "strides", "arguments"
     for is_bhsd, gradients in itertools.product((False, True), repeat=2):
         forget_kept_calls()
         for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dv": 32}):
             tensors = given(is_bhsd, **other)
-            known = {x.data_ptr() for x in tensors}
-            first, kinds, planned = run(tensors, is_bhsd, gradients)
+            first = expect_found(host, partial(run, tensors, is_bhsd, gradients), tensors, *ignored)
             assert [x[0] for x in first].count("launch") == 1 + gradients * 3
-            assert planned
-            for _ in range(2):
-                events, found, planned = run(tensors, is_bhsd, gradients)
-                assert found == kinds and not planned
-                expect_same_events(events, first, known)
         assert not is_planned_in_python(given(is_bhsd), is_bhsd, gradients)
-        for other in ({"batch": 1}, {"seqlen": 57}, {"heads": (8, 2)}, {"dv": 16}):
+        for other in ({"batch": 1}, {"seqlen_q": 57}, {"heads": (8, 2)}, {"dv": 16}):
             assert is_planned_in_python(given(is_bhsd, **other), is_bhsd, gradients)
             assert not is_planned_in_python(given(is_bhsd, **other), is_bhsd, gradients)
         unaligned = [torch.zeros(2, 4, 4, 65).bfloat16()[..., 1:] for _ in range(3)]
@@ -322,15 +326,8 @@ def check_calls_like_an_earlier_one(host):
             for name in {"sinks", "bias"} & {*score}:
                 score[name].requires_grad_(gradients)
             tensors = given(is_bhsd)
-            known = {
-                x.data_ptr() for x in (*tensors, *score.values()) if isinstance(x, torch.Tensor)
-            }
-            first, kinds, planned = run(tensors, is_bhsd, gradients, **score)
-            assert planned
-            for _ in range(2):
-                events, found, planned = run(tensors, is_bhsd, gradients, **score)
-                assert found == kinds and not planned, score
-                expect_same_events(events, first, known)
+            call = partial(run, tensors, is_bhsd, gradients, **score)
+            expect_found(host, call, (*tensors, *score.values()), *ignored)
         with use_backend("reference"):
             assert is_planned_in_python(given(is_bhsd), is_bhsd, gradients)
         function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
@@ -344,14 +341,11 @@ def check_calls_like_an_earlier_one(host):
 
 def launches_of_three(host, call):
     """Launches and result of a call, the second and third time of which Python does not plan."""
-    found, results = [], []
-    for repeated in (False, True, True):
-        before = operators._plan.cache_info()[:2]
-        events = events_of(host, lambda: results.append(call()))
-        found.append([event for event in events if event[0] == "launch"])
-        assert (operators._plan.cache_info()[:2] == before) == repeated
-    assert found[0] == found[1] == found[2], found
-    return found[0], results[-1]
+    found = [observed(host, call) for _ in range(3)]
+    launches = [[event for event in x.events if event[0] == "launch"] for x in found]
+    assert [x.is_planned for x in found] == [True, False, False]
+    assert launches[0] == launches[1] == launches[2], launches
+    return launches[0], found[-1].result
 
 
 def check_few_queries_of_many_keys(host):
@@ -533,20 +527,16 @@ def check_a_mask(host):
             attend = partial(flash_attn_func, *tensors, deterministic=deterministic)
             attend()
             for later in (False, True):  # the operators find the launch
-                before, results = operators._plan.cache_info()[:2], []
-                events = events_of(
-                    host, lambda x=(attend, mask), to=results: to.append(x[0](mask=x[1]))
-                )
+                events, out, is_planned = observed(host, partial(attend, mask=mask))
                 expect_lists(events, mask.of_queries, *steps, 2, 5)
-                (out,) = results
                 assert type(out.grad_fn).__name__ == (OWN_NODE if deterministic else NODE)
                 grad = partial(torch.autograd.grad, out, tensors, torch.ones_like(out))
-                events = events_of(host, lambda grad=grad, to=results: to.extend(grad()))
-                assert [x.shape for x in results[1:]] == [x.shape for x in tensors]
+                events, gradients, backward_is_planned = observed(host, grad)
+                assert [x.shape for x in gradients] == [x.shape for x in tensors]
                 turns = expect_lists(events, mask.of_keys, *steps, 3, 4)
                 assert (turns != 0) == deterministic
                 kept = later and not deterministic
-                assert (operators._plan.cache_info()[:2] == before) == kept
+                assert (is_planned or backward_is_planned) != kept
     of = Tensors(*(x.detach() for x in tensors), *(None,) * 7, *mask.tensors)
     launch = operators.launch_of(of, Options())
     for name, value, message in (
@@ -566,9 +556,8 @@ def check_calls_with_a_mask_that_differ_in_one_property(host):
     """The launches that the operators find by a mask object are those that Python plans, whichever
     other calls with this object, of its sizes, or without a mask they have kept before."""
 
-    def given(batch=2, heads=(4, 2), d=64, dv=64, dtype=torch.bfloat16):
-        sizes = (heads[0], d), (heads[1], d), (heads[1], dv)
-        return [torch.randn(batch, 56, *size).to(dtype) for size in sizes]
+    def given(**other):
+        return [x.detach() for x in inputs(56, **other)]
 
     def strided(which):
         """Memory of heads before tokens, or of rows that are longer than head_dim."""
@@ -596,9 +585,7 @@ def check_calls_with_a_mask_that_differ_in_one_property(host):
                 ones = torch.ones_like(results[0])
                 results.extend(torch.autograd.grad(results[0], tensors, ones))
 
-        before = operators._plan.cache_info()[:2]
-        events = events_of(host, both)
-        planned = operators._plan.cache_info()[:2] != before
+        events, _, planned = observed(host, both)
         own = {x.data_ptr(): x for x in tensors}
         for (name, *extents), (_, *strides) in itertools.pairwise(events):
             if name == "descriptor" and extents[0] in own:  # one of earlier memory may be cached
@@ -623,7 +610,7 @@ def check_calls_with_a_mask_that_differ_in_one_property(host):
         (partial(given, batch=1), mask, {}),
         (partial(given, heads=(2, 2)), mask, {}),
         (partial(given, heads=(4, 4)), mask, {}),
-        (partial(given, d=128, dv=128), mask, {}),
+        (partial(given, d=128), mask, {}),
         (given, other, {}),
         (given, None, {}),
         (given, mask, {"softmax_scale": 0.3}),
