@@ -20,7 +20,6 @@ from flashattn3 import UnsupportedError, flash_attn_with_kvcache
 from flashattn3.backends.base import PassOperators
 from flashattn3.backends.hopper import cached as hopper_cached
 from flashattn3.backends.hopper.backend import HopperBackend
-from flashattn3.backends.hopper.decode_choice import PREFIX_ROWS
 from flashattn3.backends.hopper.library import find_library
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.backends.triton.backend import BACKEND as TRITON
@@ -31,29 +30,22 @@ from flashattn3.run.launches import LaunchCache, cached_launch_cache
 
 class Double:
     """A library whose operators of kept launches return ``result``. received: what each call passes
-    to them, the operator's name first. kept: number of the options, launch, device and queries of
-    each launch that the operators got. of_prefix: what they got with it of calls with a prefix."""
+    to them, the operator's name first. kept: what the operators got with each launch."""
 
     def __init__(self):
         self.received, self.kept, self.result = [], [], torch.ones(3)
-        self.of_prefix = []
         prepared = iter(range(99))
 
         def decode(handle, lse, *arguments):
             return new_out(DecodeTensors(*arguments[4:]))
 
-        operators = {"decode": decode, "keep_decode": self.keep}
+        operators = {"decode": decode, "keep_decode": lambda *given: self.kept.append(given)}
         for name in ("decode_kept", "decode_kept_with", "append_kept"):
             operators[name] = partial(self.run, name)
-        for name in ("decode_into", "decode_after_prefix", "append"):
-            operators[name] = lambda *given: None
+        operators["append"] = operators["decode_into"] = lambda *given: None
         self.library = library_double(**operators)._replace(
             prepare_decode=lambda *_: (torch.tensor([next(prepared)]), 384, 2048),
         )
-
-    def keep(self, number, launch, device, queries, options_hash, *of_prefix):
-        self.kept.append((number, launch.item(), device, queries))
-        self.of_prefix.append(of_prefix)
 
     def run(self, name, number, *arguments):
         self.received.append((name, number, *arguments))
@@ -77,41 +69,6 @@ def tensors_of(batch=2, seqlen_q=1, heads=(4, 2), d=64, dtype=torch.bfloat16):
 def launches_with(**options):
     options = {"backend": None, **options}
     return cached_launch_cache(DECODE.convert("flash_attn_with_kvcache", options))
-
-
-def test_the_second_call_goes_to_the_operator(double):
-    q, k, v = tensors_of()
-    lengths = ints(3, 4)
-    first = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
-    assert first.shape == q.shape and double.received == []
-    assert flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths) is double.result
-    name, number, *given = double.received.pop()
-    assert name == "decode_kept" and number == launches_with().number
-    assert double.kept == [(number, 0, -1, 1)]
-    assert all(a is b for a, b in zip(given, (q, k, v, lengths, None, -1, None), strict=True))
-
-
-@pytest.mark.parametrize("length", [5, ints(5)], ids=["int", "tensor"])
-def test_the_second_call_with_a_prefix_goes_to_the_operator(length, double):
-    q, k, v = tensors_of()
-    pages = [x.view(4, 16, 2, 64) for x in (k, v)]
-    prefix = ints(3)[None]
-    given = {"cache_seqlens": ints(3, 4), "page_table": ints(0, 1, 2, 3).view(2, 2)}
-    given |= {"prefix_page_table": prefix, "prefix_len": length}
-    assert flash_attn_with_kvcache(q, *pages, **given).shape == q.shape and double.received == []
-    handle, most_rows = double.of_prefix[0]
-    assert (handle.item(), most_rows) == (1, PREFIX_ROWS)
-    wanted = (None, 5) if isinstance(length, int) else (length, 0)
-    new = {"k": k[:, :1].clone(), "v": v[:, :1].clone()}
-    for name, more in (("decode_kept_with", {}), ("append_kept", new)):
-        assert flash_attn_with_kvcache(q, *pages, **given, **more) is double.result
-        found, *_, table, seqlen, number = double.received.pop()
-        assert found == name and table is prefix
-        assert (seqlen, number) == wanted
-    tables = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(64, 16))
-    with pytest.raises(UnsupportedError, match="rotary_cos must be None with prefix_page_table"):
-        flash_attn_with_kvcache(q, *pages, **given, **new, **tables)
-    assert double.received == []
 
 
 def test_autocast_casts_the_queries_of_8_bit_caches(double):
