@@ -4,9 +4,11 @@ automatic differentiation."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import UnsupportedError, complaint
 
@@ -27,8 +29,17 @@ def is_plain_if_eager() -> bool:
 
 def is_watched(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether a cached call must go through its operator: for the compiler, a torch mode, a
-    transform, a dual level or a tensor subclass."""
-    return not type(x) is type(other) is torch.Tensor or x.is_meta or not is_plain()
+    transform, a dual level or a tensor subclass but nn.Parameter."""
+    own = type(x) is type(other) is torch.Tensor or {type(x), type(other)} <= _OWN
+    return not own or x.is_meta or not is_plain()
+
+
+_OWN = {torch.Tensor, torch.nn.Parameter}
+
+
+def unseen_by_modes() -> AbstractContextManager:
+    """Within it no dispatch mode sees what is called. The compiler traces none."""
+    return nullcontext() if _is_compiling() or not _num_modes() else _disable_current_modes()
 
 
 # Returns whether autocast is enabled for any kind of device.

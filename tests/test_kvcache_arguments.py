@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from helpers import A100, CPU, H100, SIXTEEN_BIT, ints
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn3 import (
     UnsupportedError,
@@ -347,14 +350,23 @@ def test_a_legal_call_of_each_form():
         call(q=torch.randn(B, SQ, H, D, requires_grad=True))
 
 
-def test_nothing_is_written_before_all_is_checked():
+@pytest.mark.parametrize(
+    ("mode", "of_cache"),
+    [
+        (nullcontext, torch.Tensor),
+        (nullcontext, partial(torch.nn.Parameter, requires_grad=False)),
+        (partial(FlopCounterMode, display=False), torch.Tensor),
+    ],
+    ids=["plain", "parameters", "mode"],
+)
+def test_nothing_is_written_before_all_is_checked(mode, of_cache):
     """An invalid option of attention, or out, leaves the cache as it was."""
-    caches = {f"{x}_cache": torch.zeros(B, CAP, HK, D) for x in ("k", "v")}
+    caches = {f"{x}_cache": of_cache(torch.zeros(B, CAP, HK, D)) for x in ("k", "v")}
     of_options = {"num_splits": 300}, {"sinks": torch.ones(3)}, {"softcap": -1.0}
     of_out = {"out": torch.empty(B, SQ, H, 8)}, {"out": torch.empty(B, SQ, H, D).half()}
     of_values = {"cache_leftpad": ints(9, 0)}, {"scheduler_metadata": metadata()}
     for changes in (*of_options, *of_out, *of_values):
-        with pytest.raises(ValueError):
+        with mode(), pytest.raises(ValueError):
             call(**caches, **new(), **changes)
     assert not any(cache.any() for cache in caches.values())
 
@@ -441,7 +453,8 @@ def test_arguments_of_new_tokens_and_of_tables_have_no_effect_without():
         "cu_seqlens_k_new": "writes nothing without k and v",
         "rotary_seqlens": "rotates nothing without rotary_cos and rotary_sin",
     }
-    assert not explain_with_kvcache(**arguments, **new(), **tables()).unused_hints
+    rows = {name: x.flatten(0, 1) for name, x in new().items()}
+    assert not explain_with_kvcache(**arguments, **rows, **tables()).unused_hints
 
 
 PARTS = torch.randn(2, B, SQ, H, D)

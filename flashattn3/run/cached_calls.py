@@ -28,7 +28,7 @@ from ..call.metadata import metadata_of
 from ..call.selection import backend_in_force
 from ..call.value_checks import is_checked
 from ..errors import expect, shown, value_error
-from ..modes import has_autocast, is_watched
+from ..modes import has_autocast, is_watched, unseen_by_modes
 from .cached_operators import (
     check_call,
     count_writes,
@@ -162,7 +162,7 @@ def _appended(
     if cos is not None:
         rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
         to_rotate, edges, tensors = q, tensors.cu_seqlens_q, tensors._replace(q=rotated)
-    checked = check_call(tensors, lengths, options)
+    checked = check_call(tensors, lengths, options, watched)
     if not torch.compiler.is_compiling():  # which traces all checks before anything runs
         batch = query_sizes(tensors, lengths.max_seqlen_q)[0]
         if dense:
@@ -176,7 +176,8 @@ def _appended(
     if checked is not None:
         check_values_before_append(checked, tensors, lengths, options, appended, how)
         if prefix is not None and is_checked(q.device):
-            check_prefix_values(function, *prefix, tensors.k_cache)
+            with unseen_by_modes():
+                check_prefix_values(function, *prefix, tensors.k_cache)
     run_append(appended, lengths, how)
     return _attended(tensors, lengths, options, out, watched, prefix, checked)
 

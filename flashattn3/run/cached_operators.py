@@ -30,7 +30,7 @@ from ..call.tensor_fields import (
     WRITTEN_DESCALES,
     schema,
 )
-from ..modes import is_watched
+from ..modes import is_watched, unseen_by_modes
 from .cached_plans import (
     CheckedCall,
     append_of,
@@ -107,16 +107,20 @@ def count_writes(*written: Tensor | None) -> None:
 
 
 def check_call(
-    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions
+    tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions, watched: bool
 ) -> CheckedCall | None:
     """Raise what the attention would, before an append writes the caches; the compiler traces both
-    operators before it runs one. Returns the checked call if nothing watches it."""
+    operators before it runs one. Returns the checked call if at most a mode watches it. watched: of
+    ``is_watched``."""
+    if not watched:
+        return checked_call(tensors, lengths, options)
     if torch.compiler.is_compiling():
         return None
-    if is_watched(tensors.q, tensors.k_cache):
-        check_decode(tuple(map(metadata_of, tensors)), options, lengths)
-        return None
-    return checked_call(tensors, lengths, options)
+    with unseen_by_modes():
+        if not is_watched(tensors.q, tensors.k_cache):
+            return checked_call(tensors, lengths, options)
+    check_decode(tuple(map(metadata_of, tensors)), options, lengths)
+    return None
 
 
 def _check_results(

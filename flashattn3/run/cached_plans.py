@@ -32,6 +32,7 @@ from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.scheduler_metadata import hash_of_options
 from ..call.value_checks import is_checked
 from ..errors import expect
+from ..modes import unseen_by_modes
 from .launches import cached_launch_cache
 from .operator_rules import recorded, warn_of_reference
 from .planner import Plan, choose
@@ -137,8 +138,9 @@ def check_values_before_append(
     """Raise for wrong values of the attention where values are checked, after the append's own
     metadata."""
     if is_checked(tensors.q.device):
-        _checked_append_call(appended, lengths, how)
-        check_values(checked, tensors, lengths, options)
+        with unseen_by_modes():
+            _checked_append_call(appended, lengths, how)
+            check_values(checked, tensors, lengths, options)
 
 
 def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOptions) -> CheckedCall:
