@@ -137,6 +137,13 @@ def refuse_tangents(function: str, *tensors: torch.Tensor | None) -> None:
             raise no_tangent(function)
 
 
+def inputs_apart(tensors: Iterable[torch.Tensor | None]) -> Iterable[torch.Tensor | None]:
+    """The tensors as inputs of an autograd function, to which torch.compile passes none twice."""
+    if not _is_compiling():
+        return tensors
+    return [None if x is None else x.view_as(x) for x in tensors]
+
+
 def needs_gradient(values: Iterable[object]) -> bool:
     """Return whether grad mode is on and one of the values is a tensor that requires a gradient."""
     if not torch.is_grad_enabled():

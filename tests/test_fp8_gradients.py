@@ -3,6 +3,8 @@ values, against float64."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import EVERY_BACKEND, TRITON_DTYPES
@@ -138,13 +140,13 @@ def test_rows_of_few_keys_are_computed_again(sees, monkeypatch):
         found = attend_exactly(tensors, options)
         return (found[0] * 1.2, found[1] + 0.2) if type(tensors.q) is Scaled else found
 
-    def gradients_of(rows, attend_densely=flash_attn_fp8_func):
+    def gradients_of(rows, run=lambda attend: attend):
         if sees == "sequence":
             of = {"max_seqlen_q": 42, "max_seqlen_k": 42}
             flat = (x.flatten(0, 1) for x in (q, k, v))
-            out = flash_attn_varlen_fp8_func(*flat, edges, edges, **of).view(q.shape)
+            out = run(flash_attn_varlen_fp8_func)(*flat, edges, edges, **of).view(q.shape)
         else:
-            out = attend_densely(q, k, v, causal=sees == "before")
+            out = run(flash_attn_fp8_func)(q, k, v, causal=sees == "before")
         dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
         dout[:, : rows.start], dout[:, rows.stop :] = 0, 0
         return torch.autograd.grad(out, (q, k, v), dout)
@@ -158,9 +160,8 @@ def test_rows_of_few_keys_are_computed_again(sees, monkeypatch):
     found = gradients_of(few)
     for one, other in zip(found, wanted["few"], strict=True):
         assert (one - other).norm() < 0.01 * other.norm()
-    if sees != "sequence":
-        compiled = torch.compile(flash_attn_fp8_func, fullgraph=True, backend="aot_eager")
-        assert all(map(torch.equal, found, gradients_of(few, compiled)))
+    compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, found, gradients_of(few, compiled)))
     if sees == "before":  # rows of many keys have what the forward gave
         pairs = zip(gradients_of(many), wanted["many"], strict=True)
         assert any((one - other).norm() > 0.05 * other.norm() for one, other in pairs)

@@ -274,12 +274,15 @@ def test_where_gradients_pass():
     scaled = rotate_and_quantize(q, k, v, COS, SIN)
     assert all(x.gradient.untyped_storage().nbytes() == 2 for x in scaled)
     (dq,) = torch.autograd.grad(flash_attn_func(*scaled).sum(), q)
-    way = torch.compile(
-        lambda *x: flash_attn_func(*rotate_and_quantize(*x, COS, SIN)).sum(),
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    assert torch.equal(torch.autograd.grad(way(q, k, v), q)[0], dq)
+    leaves = q, k, v, torch.ones(q.shape[-1], requires_grad=True)
+
+    def layer(*x):
+        norms = {"q_norm": x[3], "k_norm": x[3]}
+        return flash_attn_func(*rotate_and_quantize(*x[:3], COS, SIN, **norms)).square().sum()
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found, wanted = (torch.autograd.grad(way(*leaves), leaves) for way in (compiled, layer))
+    assert all(map(torch.equal, found, wanted))
     checkpointed = checkpoint(lambda *x: flash_attn_func(*rotate_and_quantize(*x, COS, SIN)),
                               q, k, v, use_reentrant=False)  # fmt: skip
     assert torch.equal(torch.autograd.grad(checkpointed.sum(), q)[0], dq)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .embedding import Embedding, Lengths, embedded
+from ..modes import inputs_apart
+from .embedding import Embedding, Lengths
 from .embedding_dispatch import Sides, rotated
 
 
 def gradients_of(sides: Sides, embedding: Embedding, lengths: Lengths) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v, None of those that are not given."""
-    return _Gradients.apply(*sides, *embedding[:2], embedding, lengths)
+    given = inputs_apart((*sides, embedding.q_norm, embedding.k_norm))
+    return _Gradients.apply(*given, embedding, lengths)
 
 
 class _Gradients(torch.autograd.Function):
@@ -52,8 +54,11 @@ class _Gradients(torch.autograd.Function):
 
 
 def _gradient_of_norm(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Of embedded with a weight alone, with respect to x and the weight."""
-    with torch.enable_grad():
-        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        y = embedded(x, weight, Embedding(weight, None, None, None, None, False, eps), None)
-        return torch.autograd.grad(y, (x, weight), dy.to(y.dtype))
+    """Of embedded with a weight alone, with respect to x and the weight. torch.compile refuses a
+    backward that asks autograd."""
+    wide, dy = x.float(), dy.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normal = wide * scale
+    dnormal, dweight = dy * weight.float(), (dy * normal).flatten(0, -2).sum(0)
+    dx = (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)) * scale
+    return dx.to(x.dtype), dweight.to(weight.dtype)

@@ -30,6 +30,7 @@ from ..call.token_positions import of_sequences, token_positions
 from ..errors import expect
 from ..modes import (
     has_dual_level,
+    inputs_apart,
     is_traced,
     is_transformed,
     needs_gradient,
@@ -59,7 +60,8 @@ def attend_differentiably(
         # Refuses what has no gradient before anything runs.
         plan_of(tensors, _kept_of_16_bits(options))
         return returned(_apply(*tensors, options, quantized), options)
-    return returned(_AttentionOfQuantized.apply(*tensors, options, quantized), options)
+    given = inputs_apart(tensors)
+    return returned(_AttentionOfQuantized.apply(*given, options, quantized), options)
 
 
 def attend_scaled(
