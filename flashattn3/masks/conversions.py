@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import expect, shown, type_error, value_error
+from ..errors import shown, type_error, value_error
 from . import triton_lists
 from .arguments import checked_tensor, without_copies
 from .block_lists import BlockLists, Grid
@@ -74,9 +74,10 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     block_q, block_k = block_mask.BLOCK_SIZE
     queries, keys = block_mask.seq_lengths
     for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
-        what, needed = f"block_mask.kv_indices.shape[{axis}]", -(-length // size)
-        wanted = f"at least {needed}, the blocks of {size} tokens in block_mask.seq_lengths"
-        expect(indices.shape[axis] >= needed, function, what, wanted, indices.shape[axis])
+        if indices.shape[axis] * size < length:
+            name, needed = f"block_mask.kv_indices.shape[{axis}]", -(-length // size)
+            wanted = f"at least {needed}, the blocks of {size} tokens in block_mask.seq_lengths"
+            raise value_error(function, name, wanted, indices.shape[axis])
     grid = Grid(*indices.shape[:2], queries, keys)
     by_kernels = triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_SCORES
     # Code reads tensors of the device alone.
