@@ -336,6 +336,7 @@ def in_8_bits(given, dtype=FP8, kind="heads"):
     """The call with caches of 8 bits. kind: of descales; "": none."""
     pages, tokens, heads = given["k_cache"].shape[:3]
     shapes = {"heads": (3, heads), "pages": (pages, 1, heads), "tokens": (pages, tokens, heads)}
+    shapes["one"] = ()
     given = given | {f"{x}_cache": given[f"{x}_cache"].to(dtype) for x in "kv"}
     return given | {f"{x}_descale": torch.ones(shapes[kind]) for x in "kv" if kind}
 
@@ -464,6 +465,15 @@ def check_kept_calls_with_a_prefix(host):
             launches = 2 + ("cu_seqlens_q" in given)
             expect_kept(host, given, launches, **options)
             expect_kept(host, given | new_tokens(), launches + 1, **options)
+    kinds = [(FP8, ""), *product((FP8, torch.int8), ("one", "pages", "tokens"))]
+    for further in (lambda given: given, *FURTHER):
+        given = with_prefix(further(paged(seqlen_q=3)))
+        launches = 2 + ("cu_seqlens_q" in given)
+        expect_kept(
+            host, given | {"k_descale": torch.ones(()), "v_descale": torch.ones(1)}, launches
+        )
+        for dtype, kind in kinds:
+            expect_kept(host, in_8_bits(given, dtype, kind), launches, causal=True)
 
 
 def check_kept_calls_with_a_prefix_and_others(host):
@@ -485,7 +495,9 @@ def check_kept_calls_with_a_prefix_and_others(host):
         (known | {"prefix_page_table": torch.zeros(3, 9, dtype=torch.int32)[1:2]}, 0),
         (with_prefix(paged(width=9, pages=99)), 0),
         (known | {"sinks": torch.zeros(8)}, 0),
+        (known | {"k_descale": torch.ones(())}, 0),
         (known | largest, 0),
+        (in_8_bits(known, kind="pages"), 1),
         (known | {"q": strided}, 1),
         (known | {"q": known["q"].half(), **halves(known)}, 1),
         (with_prefix(paged(seqlen_q=2)), 1),
@@ -493,14 +505,10 @@ def check_kept_calls_with_a_prefix_and_others(host):
     )
     compare_changes(host, (known,), others, causal=True)
     more = {name: torch.cat((x, x[:1])) for name, x in largest.items() if x is not None}
-    for other in (
-        known | largest | more,
-        in_8_bits(known, kind="pages"),
-        known | {"k_descale": torch.ones(())},
-    ):
-        without = {name: x for name, x in other.items() if not name.startswith("prefix")}
-        flash_attn_with_kvcache(**without, causal=True)
-        assert passed_by(host, other, causal=True).checks >= 2
+    many = known | largest | more
+    without = {name: x for name, x in many.items() if not name.startswith("prefix")}
+    flash_attn_with_kvcache(**without, causal=True)
+    assert passed_by(host, many, causal=True).checks >= 2
     pages = known["prefix_page_table"]
     rotary = {name: torch.zeros(300, 16) for name in ("rotary_cos", "rotary_sin")}
     for changes in (

@@ -11,7 +11,7 @@ from helpers import TRITON_DTYPES, cached_calls_of_an_h100, library_double, need
 from flashattn3 import cached_explanation, explain_with_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.decode_choice import PREFIX_ROWS
-from flashattn3.backends.hopper.kernel_configs import CACHED_CONFIGS
+from flashattn3.backends.hopper.kernel_configs import BYTE_PREFIX_MEASURED, CACHED_CONFIGS
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.call.cached import DecodeTensors
 from flashattn3.run import cached_plans
@@ -33,7 +33,9 @@ CASES = {
 }
 
 
-def call_of(seqlen_q: int | None, device, dtype) -> tuple[dict, torch.Tensor, torch.Tensor]:
+def call_of(
+    seqlen_q: int | None, device, dtype, dim: int = 64
+) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Arguments of a call without its prefix, the pages of the prefix and those of all keys. The
     last rows of ragged queries are of no sequence."""
     generator = torch.Generator().manual_seed(0)
@@ -46,9 +48,9 @@ def call_of(seqlen_q: int | None, device, dtype) -> tuple[dict, torch.Tensor, to
     prefix, own = pages[None, :3], pages[3:].view(3, 3)
     rows = (sum(QUERIES) + 2,) if seqlen_q is None else (3, seqlen_q)
     arguments = {
-        "q": normal(*rows, 8, 64),
-        "k_cache": normal(num_pages, PAGE, 2, 64),
-        "v_cache": normal(num_pages, PAGE, 2, 64),
+        "q": normal(*rows, 8, dim),
+        "k_cache": normal(num_pages, PAGE, 2, dim),
+        "v_cache": normal(num_pages, PAGE, 2, dim),
         "cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32, device=device),
     }
     if seqlen_q is None:
@@ -150,6 +152,63 @@ def test_one_number_is_the_descale_of_the_prefix_and_of_all_sequences(
         v_descale=torch.ones((), device=device), **prefix_of, causal=True, backend=backend,
     )  # fmt: skip
     assert not torch.equal(without, out)
+
+
+DESCALES = {"one": (), "pages": (20, 1, 2), "tokens": (20, PAGE, 2)}
+OF_16_BITS = [(dtype, dim) for dtype in (torch.float16, torch.bfloat16) for dim in (64, 128)]
+
+
+@pytest.mark.interpreted(
+    quick=lambda name, kind, backend, **_: (
+        backend == "reference" or (name, kind) == ("chunk", "one")
+    )
+)
+@pytest.mark.parametrize("name", ["decode", "chunk", "ragged-sinks"])
+@pytest.mark.parametrize("kind", DESCALES)
+@pytest.mark.parametrize(
+    ("backend", "stored", "dtype", "dim"),
+    [
+        *product(("reference", "triton"), (FP8, INT8), (torch.float16,), (64,)),
+        *(
+            pytest.param("hopper", stored, *of, marks=needs_hopper)
+            for stored in (FP8, INT8, None)
+            for of in OF_16_BITS
+        ),
+    ],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_a_prefix_with_descales_is_that_of_real_numbers(
+    name, kind, backend, stored, dtype, dim, device
+):
+    """stored: None: caches of q's dtype, whose descale is one number."""
+    if stored is None and kind != "one":
+        pytest.skip("Hopper reads such descales of caches of 8 bits alone")
+    seqlen_q, options = CASES[name]
+    arguments, prefix, own = call_of(seqlen_q, device, dtype, dim)
+    options = {"causal": options.get("causal", False)}
+    if name == "ragged-sinks":
+        options["sinks"] = torch.randn(8, generator=torch.Generator().manual_seed(1)).to(device)
+    generator = torch.Generator().manual_seed(2)
+    longest = {"max_seqlen_q": 5} if seqlen_q is None else {}
+    whole = {"q": arguments["q"].double() * 0.5} | longest
+    whole |= {x: arguments[x] for x in ("cu_seqlens_q",) if x in arguments}
+    arguments["q_descale"] = torch.full((1,), 0.5, device=device)
+    for side in "kv":
+        by = torch.rand(DESCALES[kind], generator=generator).add(0.5).div(16).to(device)
+        codes = arguments[f"{side}_cache"].mul(16).to(stored or dtype)
+        arguments |= {f"{side}_cache": codes, f"{side}_descale": by}
+        real = codes.double() * (by if kind == "one" else by[..., None]).double()
+        whole[f"{side}_cache"] = real
+    whole["cache_seqlens"] = arguments["cache_seqlens"] + PREFIX
+    whole["page_table"] = torch.cat((prefix.expand(3, -1), own), 1)
+    wanted = flash_attn_with_kvcache(**whole, **options, return_lse=True, backend="reference")
+    prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
+    call = {**arguments, **prefix_of, **options, "backend": backend}
+    found = flash_attn_with_kvcache(**call, return_lse=True)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=4e-3, atol=4e-3)
+    if backend == "hopper":
+        assert explain_with_kvcache(**call).config["prefix"] == "in the same launch"
 
 
 def test_one_number_divides_new_tokens_in_pages_of_one(device):
@@ -271,7 +330,11 @@ def test_which_calls_with_a_prefix_are_one_launch_on_hopper():
         (named, {"seqlen_q": 48, "d": 96, "dv": 64}, True),
         (named, {"seqlen_q": 49}, False),
         (named, {"d": 256}, False),
-        (named, {"k_descale": torch.ones(())}, False),
+        (named, {"k_descale": torch.ones(()), "q_descale": torch.ones(1)}, True),
+        (named, {"stored": FP8, "d": 96, "dv": 64}, True),
+        (named, {"stored": INT8, "v_descale": torch.ones(99, 16, 8)}, True),
+        (named, {"stored": FP8, "d": 256}, False),
+        ({}, {"stored": FP8}, bool(BYTE_PREFIX_MEASURED)),
         (named | {"window_left": 9}, {}, False),
         (named, {"seqlen_q": 3, **tree}, False),
     ):

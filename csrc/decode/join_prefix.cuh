@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kJoinThreads)
   add_results(value, stats, sum, all);
   const int token = static_cast<int>(row / args.num_heads_q);
   const int head = static_cast<int>(row - int64_t{token} * args.num_heads_q);
-  float factor = 1.f;
-  if (args.sinks != nullptr) factor = add_sink(all, args.sinks[head] * kLog2OfE);
+  float factor = args.v_descale == nullptr ? 1.f : *args.v_descale;
+  if (args.sinks != nullptr) factor *= add_sink(all, args.sinks[head] * kLog2OfE);
   const int batch_idx = token / args.tokens_of_batch;
   const int64_t in_batch = token - batch_idx * args.tokens_of_batch;
   if (lane == 0 && args.lse != nullptr) {

@@ -32,6 +32,28 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t tile, int row, int vec) {
   return tile + vec / 8 * (kRows * 128) + row * 128 + ((vec % 8) ^ (row % 8)) * 16;
 }
 
+// Page number `index` of an entry of the page table, or of the prefix.
+template <Config kConfig>
+__device__ __forceinline__ int page_at(const Arguments& args, const Part& part, int entry,
+                                       int index) {
+  if constexpr (kConfig.prefix) {
+    const auto& all = static_cast<const PrefixArguments&>(args);
+    if (all.is_prefix(part.batch_idx)) return all.prefix_pages[index];
+  }
+  return args.page_table[entry * args.page_table_stride + index];
+}
+
+// Copies 16 bytes of K or V, which other CTAs read too if they are of the prefix.
+template <Config kConfig>
+__device__ __forceinline__ void copy_keys(uint32_t to, const void* from, bool exists,
+                                          bool is_prefix) {
+  if constexpr (kConfig.prefix) {
+    copy_async(to, from, exists, is_prefix);
+  } else {
+    copy_async(to, from, exists);
+  }
+}
+
 template <Config kConfig>
 class Producer {
   using Traits = KernelTraits<kConfig>;
@@ -59,7 +81,7 @@ class Producer {
       const CachedSequence& sequence = parts.sequence();
       BlockRows rows = find_rows(sequence, part, part.n_blocks.begin);
       if constexpr (kConfig.prefix) {
-        is_read_again_ = static_cast<const PrefixArguments&>(args_).is_prefix(part.batch_idx);
+        is_prefix_ = static_cast<const PrefixArguments&>(args_).is_prefix(part.batch_idx);
       }
       int warpgroup = 0, end = part.n_blocks.end;
       if constexpr (kConfig.spans) {
@@ -158,7 +180,7 @@ class Producer {
     if (args_.page_table != nullptr && page >= 0) {
       int index;
       args_.page_size(index, slot, key);
-      page = page_at(part, page, index);
+      page = page_at<kConfig>(args_, part, page, index);
     }
     if (page < 0 || page >= args_.num_pages) {
       return {args_.even_blocks ? nullptr : reinterpret_cast<const uint16_t*>(kNaNs), nullptr};
@@ -167,24 +189,6 @@ class Producer {
       return cache.data + page * cache.page + part.kv_head * cache.head + slot * cache.slot;
     };
     return {row_of(args_.k), row_of(args_.v)};
-  }
-
-  // Page number `index` of an entry of the page table, or of the prefix.
-  __device__ __forceinline__ int page_at(const Part& part, int entry, int index) const {
-    if constexpr (kConfig.prefix) {
-      const auto& args = static_cast<const PrefixArguments&>(args_);
-      if (args.is_prefix(part.batch_idx)) return args.prefix_pages[index];
-    }
-    return args_.page_table[entry * args_.page_table_stride + index];
-  }
-
-  // Other CTAs read the prefix too.
-  __device__ __forceinline__ void copy_keys(uint32_t to, const void* from, bool exists) const {
-    if constexpr (kConfig.prefix) {
-      copy_async(to, from, exists, is_read_again_);
-    } else {
-      copy_async(to, from, exists);
-    }
   }
 
   // Copies this thread's vectors of a K or V tile. first, last: rows before and from there on are
@@ -201,8 +205,8 @@ class Producer {
 #pragma unroll
       for (int i = 0; i < kBlockN / kStep; ++i) {
         const int row = row_ + i * kStep;
-        copy_keys(swizzled<kBlockN>(tile, row, vec_), from + i * step,
-                  exists && row >= first && row < last);
+        copy_keys<kConfig>(swizzled<kBlockN>(tile, row, vec_), from + i * step,
+                           exists && row >= first && row < last, is_prefix_);
       }
     } else {
       const int lane = threadIdx.x % 32;
@@ -210,8 +214,8 @@ class Producer {
       for (int i = 0; i < kBlockN / kStep; ++i) {
         const auto row = reinterpret_cast<const uint16_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows), i * kRowsOfWarp + lane / kVecs));
-        copy_keys(swizzled<kBlockN>(tile, row_ + i * kStep, vec_), row + vec_ * 8,
-                  has_column && row != nullptr);
+        copy_keys<kConfig>(swizzled<kBlockN>(tile, row_ + i * kStep, vec_), row + vec_ * 8,
+                           has_column && row != nullptr, is_prefix_);
       }
     }
   }
@@ -221,8 +225,8 @@ class Producer {
   uint32_t shared_;
   const int row_, vec_;
   PipelineState<Traits::kQBuffers> q_{1};
-  StageState kv_0_, kv_1_;      // of each consumer warpgroup
-  bool is_read_again_ = false;  // the keys of the part; of a kernel with a prefix
+  StageState kv_0_, kv_1_;  // of each consumer warpgroup
+  bool is_prefix_ = false;  // the keys of the part; of a kernel with a prefix
 };
 
 }  // namespace flashattn3::decode

@@ -72,6 +72,9 @@ class WideningProducer {
     while (parts.next(part)) {
       const CachedSequence& sequence = parts.sequence();
       BlockRows rows = find_rows(sequence, part, part.n_blocks.begin);
+      if constexpr (kConfig.prefix) {
+        is_prefix_ = static_cast<const PrefixArguments&>(args_).is_prefix(part.batch_idx);
+      }
       int warpgroup = 0;
 #pragma unroll 1
       for (int block = part.n_blocks.begin; block < part.n_blocks.end; ++block) {
@@ -116,7 +119,7 @@ class WideningProducer {
     if (args_.page_table != nullptr && page >= 0) {
       int index;
       args_.page_size(index, slot, key);
-      page = args_.page_table[page * args_.page_table_stride + index];
+      page = page_at<kConfig>(args_, part, page, index);
     }
     BlockRows rows{};
     if (page < 0 || page >= args_.num_pages) {
@@ -158,14 +161,16 @@ class WideningProducer {
       for (int i = 0; i < kCount; ++i) {
         const int row = row_ + i * kStep;
         const bool is_visible = static_cast<unsigned>(row - first) < visible;
-        copy_async(to + i * kVectorBytes, from + i * step, exists && is_visible);
+        copy_keys<kConfig>(to + i * kVectorBytes, from + i * step, exists && is_visible,
+                           is_prefix_);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const auto row = reinterpret_cast<const uint8_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(rows), i * kRowsOfWarp + row_of_warp_));
-        copy_async(to + i * kVectorBytes, row + vec_ * 16, has_column && row != nullptr);
+        copy_keys<kConfig>(to + i * kVectorBytes, row + vec_ * 16, has_column && row != nullptr,
+                           is_prefix_);
       }
     }
     if (args_.has_key_descales && has_own_row_) {
@@ -250,6 +255,7 @@ class WideningProducer {
   int num_copied_ = 0;         // and not yet widened
   uint32_t warpgroups_ = 0;    // of these, bit 0 of the oldest
   bool is_v_ = false;          // the oldest
+  bool is_prefix_ = false;     // the keys of the part; of a kernel with a prefix
   StageState kv_0_, kv_1_;     // of each consumer warpgroup
 };
 

@@ -68,6 +68,11 @@ class Mainloop {
                                                        const Part& part, int query) {
       if constexpr (kConfig.prefix) {
         const bool is_prefix = static_cast<const PrefixArguments&>(args).is_prefix(part.batch_idx);
+        // No window hides keys. With bytes a begin for each row would be spilled.
+        if constexpr (Traits::kHasBytes) {
+          const int end = visible_keys(args, sequence, query).end;
+          return {sequence.first_key, is_prefix ? sequence.num_keys : end};
+        }
         if (is_prefix) return {0, sequence.num_keys};
       }
       return visible_keys(args, sequence, query);

@@ -65,7 +65,7 @@ struct KernelTraits {
   static_assert(!kHasBytes || (kQBuffers == 1 && !kConfig.spans),
                 "consumers write Q between two parts");
   static_assert(!kConfig.tree || (!kHasBytes && !kConfig.spans));
-  static_assert(!kConfig.prefix || (!kHasBytes && !kConfig.spans && !kConfig.tree));
+  static_assert(!kConfig.prefix || (!kConfig.spans && !kConfig.tree));
   static_assert(kConfig.num_stages_beside <= kStages);
   static_assert(kQOffset % 1024 == 0 && kKvOffset % 1024 == 0 && kKvBytes % 1024 == 0);
   static_assert(smem_bytes(kConfig) <= 232448, "227 KB for a CTA on compute capability 9.0");

@@ -1,4 +1,4 @@
-// The arguments of a decode kernel for caches of 8 bits.
+// The arguments of a decode kernel.
 #pragma once
 
 #include "launch/byte_decode_params.h"
@@ -15,9 +15,7 @@ inline decode::KeyDescales key_descales(const KeyDescaleParams& params) {
           .head = params.stride.head};
 }
 
-inline decode::Arguments make_byte_arguments(const ByteDecodeParams& params, const DecodeGrid& grid,
-                                             int block_n) {
-  decode::Arguments args = make_decode_arguments(params, grid, block_n);
+inline void set_byte_arguments(const ByteDecodeParams& params, decode::Arguments& args) {
   args.is_int8 = params.is_int8;
   args.k_key_descales = key_descales(params.k_key_descale);
   args.v_key_descales = key_descales(params.v_key_descale);
@@ -25,7 +23,19 @@ inline decode::Arguments make_byte_arguments(const ByteDecodeParams& params, con
   // int8 has no NaN, so a descale makes scores NaN where a table may be wrong.
   const bool may_lose = params.page_table != nullptr || params.cache_batch_idx != nullptr;
   args.has_key_descales = of_keys || (params.is_int8 && may_lose);
-  return args;
+}
+
+// What a decode kernel has whatever the dtype of its cache.
+template <decode::Config kConfig>
+auto arguments_without_bytes(const DecodeParams& params, const DecodeGrid& grid, int block_n) {
+  if constexpr (kConfig.tree) {
+    return decode::TreeArguments{make_decode_arguments(params, grid, block_n),
+                                 tree_mask_of(params)};
+  } else if constexpr (kConfig.prefix) {
+    return make_prefix_arguments(params, grid, block_n);
+  } else {
+    return make_decode_arguments(params, grid, block_n);
+  }
 }
 
 // The arguments of a decode kernel, whose cache has 8 bits or q's dtype.
@@ -33,14 +43,11 @@ template <decode::Config kConfig>
 auto arguments_of(const DecodeParams& params, const DecodeGrid& grid,
                   int block_n = kConfig.block_n) {
   if constexpr (decode::has_bytes(kConfig)) {
-    return make_byte_arguments(static_cast<const ByteDecodeParams&>(params), grid, block_n);
-  } else if constexpr (kConfig.tree) {
-    return decode::TreeArguments{make_decode_arguments(params, grid, block_n),
-                                 tree_mask_of(params)};
-  } else if constexpr (kConfig.prefix) {
-    return make_prefix_arguments(params, grid, block_n);
+    auto args = arguments_without_bytes<kConfig>(params, grid, block_n);
+    set_byte_arguments(static_cast<const ByteDecodeParams&>(params), args);
+    return args;
   } else {
-    return make_decode_arguments(params, grid, block_n);
+    return arguments_without_bytes<kConfig>(params, grid, block_n);
   }
 }
 

@@ -118,8 +118,8 @@ struct DecodeParams {
   Strides tree_stride{};  // in elements, of batch and seq; batch is not read with cu_seqlens_q
 
   // Pages of the cache with keys that all sequences have in front of their own, in a config with a
-  // prefix; null: none. The cache is paged, queries see all keys to their left, there are no
-  // descales, and q_stride.batch is seqlen_q * q_stride.seq.
+  // prefix; null: none. The cache is paged, queries see all keys to their left, sequences
+  // have no descales of their own, and q_stride.batch is seqlen_q * q_stride.seq.
   const int32_t* prefix_pages = nullptr;
   const int32_t* prefix_seqlen = nullptr;  // (1): its tokens; null: prefix_len
   int prefix_len = 0, prefix_capacity = 0;

@@ -57,6 +57,7 @@ inline decode::JoinArguments make_join_arguments(const DecodeParams& params) {
           .head_dim_v = params.head_dim_v,
           .tokens_of_batch = varlen ? params.total_q : params.seqlen_q,
           .sinks = params.sinks,
+          .v_descale = params.v_descale,
           .out = static_cast<uint16_t*>(params.out),
           .lse = params.lse,
           .out_batch = params.out_stride.batch,
@@ -84,10 +85,15 @@ void expect_prefix(const char* name, const DecodeParams& params) {
   const bool of_one_row = params.cu_seqlens_q != nullptr || params.batch <= 1 ||
                           params.q_stride.batch == params.seqlen_q * params.q_stride.seq;
   expect(of_one_row, "launch", "q", "with one stride between tokens", "two");
-  const bool plain = params.page_table != nullptr && params.window_left < 0 &&
-                     params.q_descale == nullptr && params.k_descale == nullptr &&
-                     params.v_descale == nullptr;
-  expect(plain, "launch", "the call", "paged, without window_left and descales", "another one");
+  const auto is_one_number = [](const DescaleStrides& stride) {
+    return stride.batch == 0 && stride.head == 0;
+  };
+  const bool fits = params.page_table != nullptr && params.window_left < 0 &&
+                    is_one_number(params.q_descale_stride) &&
+                    is_one_number(params.k_descale_stride) &&
+                    is_one_number(params.v_descale_stride);
+  expect(fits, "launch", "the call", "paged, without window_left and descales of sequences",
+         "another one");
 }
 
 }  // namespace flashattn3

@@ -139,11 +139,19 @@ struct RepeatedCall {
     return descale->dim() == 3 ? has_bytes(cache) : descale->dim() == 2 || is_one_number(*descale);
   }
 
+  // Whether each sequence has descales of its own.
+  static bool is_of_sequences(const std::optional<Tensor>& descale) {
+    return descale && descale->dim() == 2;
+  }
+
   // Returns whether one launch reads the prefix too. The launch takes up to most_rows packed rows,
-  // one stride between tokens and no descales; a length beyond the pages is left to Python's error.
+  // one stride between tokens and no descales of sequences, which are left to Python's error, as a
+  // length beyond the pages is.
   bool is_after_prefix(int64_t most_rows) const {
     const Tensor &q = call.q, &pages = *call.prefix_page_table;
-    if (pages.dim() != 2 || call.k_descale || call.v_descale) return false;
+    if (pages.dim() != 2 || is_of_sequences(call.k_descale) || is_of_sequences(call.v_descale)) {
+      return false;
+    }
     const bool in_pages =
         call.prefix_len >= 0 && call.prefix_len <= pages.size(1) * call.page_size();
     const bool one_stride =

@@ -110,6 +110,8 @@ prefix, 72 heads, sinks | batch 3, heads 72, capacity 64, page 16, seqlens 60 1 
 prefix, tables | batch 3, q 2, heads 8 2, capacity 128, page 17, seqlens 90 10 120, leftpad 30 20 0,
     cache_idx 4 0 2, new 2, causal, prefix 99
 prefix, a lost page | batch 2, capacity 128, page 64, lost_page, prefix 70
+prefix, descales, softcap | batch 3, heads 8 2, capacity 64, page 16, seqlens 60 1 0, softcap 3,
+    sinks, descales, prefix 100
 prefix, d64 | batch 9, heads 16 2, d 64, capacity 64, page 16, prefix 300
 prefix, d40, values 24 | batch 2, q 3, heads 8 2, d 40 24, padding 8, capacity 64, page 3, prefix 70
 fp16 | fp16, batch 2, heads 8 2, capacity 3000
@@ -153,6 +155,21 @@ int8, d256 | int8, batch 2, heads 8, d 256, capacity 800, token_descales
 int8, a lost page | int8, batch 2, page 64, lost_page
 int8, a lost page of 3 | int8, batch 2, page 3, lost_page
 int8, an entry that does not exist | int8, batch 2, seqlens 700 70, cache_idx 5 0
+e4m3, prefix | e4m3, batch 5, heads 8 2, capacity 112, page 16, seqlens 100 1 64 65 0, prefix 200
+e4m3, prefix, descales of tokens | e4m3, batch 3, q 5, heads 8 2, capacity 128, page 17,
+    seqlens 90 10 120, causal, token_descales, prefix 99
+e4m3, prefix, page 64, descales of pages | e4m3, fp16, batch 3, heads 8 2, capacity 128, page 64,
+    seqlens 100 128 64, page_descales, prefix 321
+e4m3, prefix, options | e4m3, batch 4, q 33, heads 8 2, capacity 128, page 16, seqlens 99 128 5 60,
+    cu_q 0 1 34 34 40, causal, sinks, softcap 5, descales, prefix 100
+e4m3, prefix, d64, many rows | e4m3, batch 40, heads 8, d 64, capacity 16, page 16, prefix 130
+e4m3, prefix, a lost page | e4m3, batch 2, capacity 128, page 64, lost_page, prefix 70
+int8, prefix, no key of it | int8, batch 3, heads 8 2, capacity 64, page 16, seqlens 60 1 0, prefix 0
+int8, prefix, no other key | int8, batch 2, heads 8 2, capacity 64, page 3, seqlens 0 0, prefix 65
+int8, prefix, a lost page, descales of tokens | int8, batch 2, capacity 128, page 16, lost_page,
+    token_descales, prefix 70
+int8, prefix, d48, values 32 |
+    int8, batch 2, q 3, heads 8 2, d 48 32, padding 16, capacity 64, page 3, descales, prefix 70
 int8, left padding, new tokens |
     int8, batch 2, seqlens 700 10, leftpad 300 20, new 3, causal
 )";
@@ -168,7 +185,7 @@ inline void make_tree(DecodeCase& c) {
 // Gives a problem a prefix, if there are kernels for it.
 inline void make_prefix(DecodeCase& c, int keys) {
   if (c.page_size == 0 || c.spans > 0 || std::max(c.head_dim, c.head_dim_v) > 128) return;
-  c.prefix = keys, c.left = -1, c.descales = false;
+  c.prefix = keys, c.left = -1;
 }
 
 // A problem with every option at random, alone and with others. It has at most `most` KV blocks of
@@ -226,7 +243,7 @@ inline DecodeCase random_decode_case(uint32_t seed, int most) {
     std::mt19937 of_tree(seed + 2000000);
     if (!c.has_bytes() && of_tree() % 3 == 0) make_tree(c);
     const int keys = static_cast<int>(of_tree() % 200);
-    if (!c.has_bytes() && !c.tree && of_tree() % 2 == 0) make_prefix(c, keys);
+    if (!c.tree && of_tree() % 2 == 0) make_prefix(c, keys);
     return c;
   }
 }

@@ -188,8 +188,10 @@ struct DecodeProblem {
     return of[(int64_t{page} * tokens + (tokens > 1 ? slot : 0)) * c.heads_kv + head];
   }
 
-  // k_descale is (heads_kv, batch) in memory, the others are (batch, heads_kv).
+  // k_descale is (heads_kv, batch) in memory, the others are (batch, heads_kv). Beside a prefix the
+  // first number is that of all.
   flashattn3::DescaleStrides stride_of(const std::vector<float>& descale) const {
+    if (c.prefix >= 0) return {};
     if (&descale == &k_descale) return {.batch = 1, .head = c.batch};
     return {.batch = c.heads_kv, .head = 1};
   }

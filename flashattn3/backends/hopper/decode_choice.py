@@ -38,7 +38,7 @@ PREFIX_ROWS = 512
 # kernel. The workspace has as many heads as fit into kWidenedBytes (csrc/launch/widen_cache.h), at
 # least one.
 MOST_WIDENED_BYTES = 1 << 31
-DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
+_DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 
 
 def unfit_reason(problem: DecodeProblem) -> str | None:
@@ -87,11 +87,12 @@ def tree_reason(problem: DecodeProblem) -> str | None:
 def prefix_config_of(problem: DecodeProblem, config: KernelConfig) -> DecodeConfig | None:
     """The decode kernel that reads a prefix in front of all sequences of a problem of the config.
     None: there is none, or the rows of a sequence are so many that a forward kernel takes them."""
-    others = config.kind == "forward" or reads_bytes(problem) or any(_kind(problem))
+    others = config.kind == "forward" or any(_kind(problem))
     if others or not problem.page_size or problem.window_left >= 0:
         return None
+    select = select_byte_decode_config if reads_bytes(problem) else select_decode_config
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return select_decode_config(NAMES[problem.dtype], head_dim, prefix=True)
+    return select(NAMES[problem.dtype], head_dim, prefix=True)
 
 
 def reads_bytes(problem: DecodeProblem) -> bool:
@@ -136,7 +137,7 @@ def forward_reason(problem: DecodeProblem) -> str | None:
         return f"no forward kernel has spans of keys at head dim {problem.head_dim}"
     if reads_bytes(problem):
         return _widening_reason(problem)
-    given = sorted(problem.given & DESCALES)
+    given = sorted(problem.given & _DESCALES)
     if given:
         return f"forward kernels take no {given[0]}"
     expanded = sorted(problem.expanded - {"q"})

@@ -18,7 +18,6 @@ from .config_types import DECODE_TILE_ROWS
 from .decode_choice import (
     ALIGNED_BYTES,
     DECODE_ROWS,
-    DESCALES,
     PREFIX_ROWS,
     config_of,
     reads_bytes,
@@ -148,9 +147,8 @@ class DecodeLaunch:
 
     @property
     def rows_after_prefix(self) -> int:
-        """See ``CachedLaunch``. Kernels with a prefix take no descales."""
-        takes = self.prefix_launch is not None and not self.problem.given & DESCALES
-        return PREFIX_ROWS if takes else 0
+        """See ``CachedLaunch``."""
+        return 0 if self.prefix_launch is None else PREFIX_ROWS
 
     @cached_property
     def after_prefix(self) -> Callable[[Tensor, Tensor | None, int], Callable]:

@@ -211,6 +211,13 @@ BYTE_DECODE_CONFIGS = tuple(
     )
     for dtype in SIXTEEN_BIT
 )
+# Not measured yet: without backend="hopper" such calls are two launches and a combination.
+BYTE_PREFIX_MEASURED = ""
+BYTE_DECODE_CONFIGS += tuple(
+    config._replace(prefix=True, measured=BYTE_PREFIX_MEASURED)
+    for config in BYTE_DECODE_CONFIGS
+    if config.head_dim <= 128
+)
 
 CACHED_FORWARD_MEASURED = "H100 80GB HBM3, forward_check --time cached, 2026-11-24"
 # Forward kernels of cached calls: head dim, block_m, block_n, num_stages, num_mma_warpgroups,
@@ -336,13 +343,15 @@ def select_decode_config(
     return min(fitting, key=lambda config: config.head_dim, default=None)
 
 
-def select_byte_decode_config(dtype: str, head_dim: int) -> DecodeConfig | None:
+def select_byte_decode_config(
+    dtype: str, head_dim: int, prefix: bool = False
+) -> DecodeConfig | None:
     """For a cache of 8 bits: the config with the smallest sufficient head dim; None if there is
     none."""
     fitting = [
         config
         for config in BYTE_DECODE_CONFIGS
-        if config.dtype == dtype and config.head_dim >= head_dim
+        if (config.dtype, config.prefix) == (dtype, prefix) and config.head_dim >= head_dim
     ]
     return min(fitting, key=lambda config: config.head_dim, default=None)
 

@@ -31,7 +31,7 @@ std::vector<uint64_t> words_of_arguments(const std::string& name, void** argumen
   if (is("decode_kernel") && is("Li0ELb1ELb0EE")) {
     return words_of<flashattn3::decode::TreeArguments>(arguments[0]);
   }
-  if (is("decode_kernel") && is("Li0ELb0ELb1EE")) {
+  if (is("decode_kernel") && is("ELb0ELb1EE")) {
     return words_of<flashattn3::decode::PrefixArguments>(arguments[0]);
   }
   if (is("join_prefix")) return words_of<flashattn3::decode::JoinArguments>(arguments[0]);
