@@ -337,6 +337,12 @@ def test_varlen_attn_with_a_block_table(num_splits, calls):
     varlen.varlen_attn_out(out, *arguments, **options)
     assert torch.equal(out, found)
     assert calls == ["attend_to_pages"] * 2
+    for other, said in (
+        (out.half(), "dtype must be torch.float32"),
+        (out.expand(2, 7, 4, 32), "shape"),
+    ):
+        with pytest.raises(ValueError, match=f"^varlen_attn_out: out.{said}"):
+            varlen.varlen_attn_out(other, *arguments, **options)
 
 
 def test_registering_twice_has_no_effect(monkeypatch):

@@ -11,6 +11,7 @@ from ..call.fields import Options
 from ..call.operands import Tensors
 from ..call.selection import backend_in_force
 from ..run.operators import backward_of
+from .one_pass import written_to
 from .paged import attend_to_pages
 
 
@@ -73,7 +74,7 @@ def _flash_forward(
 
 def _flash_forward_into(out, *arguments, **options):
     result, lse, *_ = _flash_forward(*arguments, **options)
-    out.copy_(result)
+    written_to("varlen_attn_out", out, result)
     return lse
 
 
