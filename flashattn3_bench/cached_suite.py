@@ -172,7 +172,8 @@ def _mixed_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:
 def _prefix_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:
     """The prefix and the sequences in one call; in a call each, whose results are combined."""
     q, (k_cache, v_cache, table), (pages, *_) = inputs.q, inputs.pages, inputs.prefix
-    attend = partial(flashattn3.flash_attn_with_kvcache, k_cache=k_cache, v_cache=v_cache)
+    of_16_bits = {"k_cache": k_cache, "v_cache": v_cache}
+    attend = partial(flashattn3.flash_attn_with_kvcache, **inputs.stored or of_16_bits)
     own = {"cache_seqlens": inputs.seqlens, "page_table": table, "causal": True}
     of_prefix = {"cache_seqlens": cell.prefix, "page_table": pages, "return_lse": True}
 
@@ -186,7 +187,10 @@ def _prefix_calls(cell: CachedCell, inputs: CachedInputs) -> dict[str, Call]:
         return flashattn3.flash_attn_combine(outs, lses)[0]
 
     one = partial(attend, q, **own, prefix_page_table=pages, prefix_len=cell.prefix)
-    return {OURS: one, TWO_CALLS: two_calls}
+    calls = {OURS: one, TWO_CALLS: two_calls}
+    if inputs.stored:
+        calls[eight_bits.WIDE] = partial(one, **of_16_bits, k_descale=None, v_descale=None)
+    return calls
 
 
 def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
