@@ -145,22 +145,14 @@ def test_gradients_of_a_shifted_mask_fail(name, dtype):
 
 
 def test_lse_gate(lse):
-    check_lse(lse.float(), lse, CASE)
-    check_lse(lse, lse, CASE)
-    with pytest.raises(AssertionError, match=r"^lse: largest error"):
-        check_lse((lse * (1 + 2e-4)).float(), lse, CASE)
-    with pytest.raises(AssertionError, match=r"^lse: largest error"):
-        check_lse(lse + 1e-9, lse, CASE)
-
-
-@pytest.mark.parametrize(
-    "index, wrong", (((1, 2, 3), 0.0), ((1, 2, 3), math.inf), ((1, 2, 100), -math.inf))
-)
-def test_lse_infinity_in_the_wrong_place_fails(lse, index, wrong):
-    got = lse.float()
-    got[index] = wrong
-    with pytest.raises(AssertionError, match="inf or NaN differ in 1 "):
-        check_lse(got, lse, CASE)
+    for right in (lse.float(), lse):
+        check_lse(right, lse, CASE)
+    for wrong in ((lse * (1 + 2e-4)).float(), lse + 1e-9):
+        with pytest.raises(AssertionError, match=r"^lse: largest error"):
+            check_lse(wrong, lse, CASE)
+    for index, value in (((1, 2, 3), 0.0), ((1, 2, 3), math.inf), ((1, 2, 100), -math.inf)):
+        with pytest.raises(AssertionError, match="inf or NaN differ in 1 "):
+            check_lse(with_value(lse.float(), index, value), lse, CASE)
 
 
 def test_nothing_is_right():
@@ -193,18 +185,19 @@ def test_inputs_lie_in_nan(layout, is_varlen):
 
 
 def test_lse_of_codes_gate(lse):
-    reference = lse.double()
-    noise = torch.randn(reference.shape, generator=torch.Generator().manual_seed(0))
-    check_exp2_lse(reference + 0.01 * noise.clamp(-3, 3), reference, CASE)
-    with pytest.raises(AssertionError, match="root mean square"):
-        check_exp2_lse(reference + 0.03, reference, CASE)
-    check_exp2_lse(reference + 0.03, reference, CASE, int8=True)
-    with pytest.raises(AssertionError, match="root mean square"):
-        check_exp2_lse(reference + 0.08, reference, CASE, int8=True)
-    one = reference.clone()
-    one[reference.isfinite()] += torch.eye(1, int(reference.isfinite().sum()))[0]
-    with pytest.raises(AssertionError, match="largest"):
-        check_exp2_lse(one, reference, CASE)
+    noise = torch.randn(lse.shape, generator=torch.Generator().manual_seed(0)).double()
+    finite = lse.isfinite()
+    one = lse.clone()
+    one[finite] += torch.eye(1, int(finite.sum()))[0]
+    for right, int8 in ((lse + 0.01 * noise.clamp(-3, 3), False), (lse + 0.03, True)):
+        check_exp2_lse(right, lse, CASE, int8=int8)
+    for wrong, int8, said in (
+        (lse + 0.03, False, "root mean square"),
+        (lse + 0.08, True, "root mean square"),
+        (one, False, "largest"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            check_exp2_lse(wrong, lse, CASE, int8=int8)
 
 
 def test_rounded_p_gate():
