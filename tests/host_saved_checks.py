@@ -3,6 +3,7 @@ saved, which errors are raised and what the driver gets."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
@@ -36,12 +37,16 @@ def forget_kept_calls() -> None:
         cache.cache_clear()
 
 
-def without_node() -> pytest.MonkeyPatch:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(HopperLaunch, "keep", None)
+@contextmanager
+def node(in_cpp: bool):
+    """Calls have the autograd node in C++, or the one in Python."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_cpp:
+            patch.setattr(HopperLaunch, "keep", None)
+            forget_kept_calls()
+            operators._plan.cache_clear()  # launches keep that function
+        yield
     forget_kept_calls()
-    operators._plan.cache_clear()  # launches keep that function
-    return patch
 
 
 def calls(is_bhsd: bool):
@@ -59,17 +64,14 @@ def check_what_a_call_saves(host):
     for is_bhsd in (False, True):
         attention = attention_of(is_bhsd)
         for has_node in (True, False):
-            patch = pytest.MonkeyPatch() if has_node else without_node()
-            for fresh in (True, False):
-                for tensors in calls(is_bhsd):
+            with node(has_node):
+                for fresh, tensors in product((True, False), calls(is_bhsd)):
                     if fresh:
                         forget_kept_calls()
                     for _ in range(2):
                         assert saved_by(partial(attention, *tensors)) == saved_of(*tensors, is_bhsd)
                     kind = type(attention(*tensors).grad_fn).__name__
                     assert kind == NODES[1] or has_node
-            patch.undo()
-            forget_kept_calls()
 
 
 def check_calls_that_change_scores(host):
@@ -95,26 +97,22 @@ def check_calls_that_change_scores(host):
 
         errors = []
         for finds in (True, False):
-            patch = pytest.MonkeyPatch() if finds else without_node()
-            for _ in range(2):
-                assert saved_by(partial(attention, *tensors)) == wanted
-            planned = operators._plan.cache_info()[:2]
-            attention(*tensors)
-            assert (operators._plan.cache_info()[:2] == planned) == finds
-            for kind, index in product(WRONG, range(len(wanted))):
-                side = index - len(given)  # below 0: a tensor that changes scores
-                if kind == "device" or (kind == "shape" and side in (-2, -1, 0, 2)):
-                    continue
-                if side < 0 and given[index].dtype == torch.half and given[index].ndim == 1:
-                    continue  # sinks may be of 32 bits
-                match = (
-                    r"^flash_attn\w+: saved" if side >= 0 else r"^flash_attn\w+: \w+\.dtype must"
-                )
-                with pytest.raises((ValueError, RuntimeError), match=match) as error:
-                    gradients_of(with_hook(out_of, WRONG[kind], index), tensors)
-                errors.append(str(error.value))
-            patch.undo()
-            forget_kept_calls()
+            with node(finds):
+                for _ in range(2):
+                    assert saved_by(partial(attention, *tensors)) == wanted
+                planned = operators._plan.cache_info()[:2]
+                attention(*tensors)
+                assert (operators._plan.cache_info()[:2] == planned) == finds
+                for kind, index in product(WRONG, range(len(wanted))):
+                    side = index - len(given)  # below 0: a tensor that changes scores
+                    if kind == "device" or (kind == "shape" and side in (-2, -1, 0, 2)):
+                        continue
+                    if side < 0 and given[index].dtype == torch.half and given[index].ndim == 1:
+                        continue  # sinks may be of 32 bits
+                    match = r"^flash_attn\w+: " + ("saved" if side >= 0 else r"\w+\.dtype must")
+                    with pytest.raises((ValueError, RuntimeError), match=match) as error:
+                        gradients_of(with_hook(out_of, WRONG[kind], index), tensors)
+                    errors.append(str(error.value))
         assert errors[: len(errors) // 2] == errors[len(errors) // 2 :]
 
 
@@ -123,43 +121,35 @@ def check_checkpoints(host):
     for is_bhsd, scores in product((False, True), SCORES):
         attention = attention_of(is_bhsd, **scores)
         model = attention if scores else of_two_shapes(attention)  # sinks are of all heads
-        for around in AROUND.values():
-            for has_node in (True, False):
-                patch = pytest.MonkeyPatch() if has_node else without_node()
+        for around, has_node in product(AROUND.values(), (True, False)):
+            with node(has_node):
                 for n in LENGTHS:
                     leaves = [x.detach().requires_grad_() for x in inputs(n, d=64)]
                     out = around(model, *leaves)
                     forget_kept_calls()
                     out.sum().backward()
                     assert all(x.grad.shape == x.shape for x in leaves)
-                patch.undo()
-                forget_kept_calls()
 
 
 def check_exchanged_tensors(host):
     """Copies are read where TMA cannot read the tensors; others are refused with one sentence."""
     names = "k", "q", "v", "lse", "out"
-    for is_bhsd in (False, True):
+    for is_bhsd, has_node in product((False, True), (True, False)):
         attention, tensors = attention_of(is_bhsd), inputs(72, d=64)
-        for has_node in (True, False):
-            patch = pytest.MonkeyPatch() if has_node else without_node()
+        with node(has_node):
             gradients_of(attention, tensors)
             for unpack in RIGHT.values():
                 run = partial(gradients_of, with_hook(attention, unpack), tensors)
                 descriptors = [x[1] for x in events_of(host, run) if x[0] == "descriptor"]
                 assert all(address % 16 == 0 for address in descriptors)
-            for kind, unpack in WRONG.items():
-                if kind == "device":  # the CPU is the GPU here
+            for (kind, unpack), (index, name) in product(WRONG.items(), enumerate(names)):
+                # The CPU is the GPU here, and k and v may have any number of rows.
+                if kind == "device" or (kind == "shape" and name in "kv"):
                     continue
-                for index, name in enumerate(names):
-                    if kind == "shape" and name in "kv":
-                        continue
-                    what = r"\w+" if kind == "shape" else name
-                    error = RuntimeError if has_node else ValueError
-                    with pytest.raises(error, match=rf"flash_attn\w+: saved {what}\.{kind} must"):
-                        gradients_of(with_hook(attention, unpack, index), tensors)
-            patch.undo()
-            forget_kept_calls()
+                what = r"\w+" if kind == "shape" else name
+                error = RuntimeError if has_node else ValueError
+                with pytest.raises(error, match=rf"flash_attn\w+: saved {what}\.{kind} must"):
+                    gradients_of(with_hook(attention, unpack, index), tensors)
 
 
 SCORES = {}, {"sinks": torch.zeros(4, requires_grad=True)}
