@@ -84,7 +84,7 @@ CASES = (
     ModelCase("llama-1b", "decode", 1, 4096, *_1B),
     ModelCase("12x768", "padding", 8, 1024, 12, 768, 12, 12, 2048),
 )
-QUICK_CASES = tuple(ModelCase(f"quick-{work}", work, 2, 32, 2, 32, 4, 2, 48, 97) for work in WORKS)
+QUICK_CASES = tuple(ModelCase(f"quick-{work}", work, 2, 32, 1, 32, 4, 2, 48, 97) for work in WORKS)
 
 
 def run_model(case: ModelCase, settings: Settings) -> Iterator[Record]:

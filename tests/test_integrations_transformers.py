@@ -61,6 +61,13 @@ DECODERS = {
 }
 # Qwen2 (windows) or Llama has the same kinds of masks and layers as each of these.
 ALIKE = ("Mistral", "Gemma3Text", "Qwen3", "Mixtral", "Qwen2Moe")
+
+
+def decoders_with(*values):
+    """(name, value) of each decoder, of those that are alike with the last value alone."""
+    return [(name, x) for name in DECODERS for x in values if name not in ALIKE or x == values[-1]]
+
+
 ROWS, NEW_TOKENS = 21, 8
 REFUSED = UnsupportedError, RuntimeError  # the latter of an assertion in compiled code
 CHUNKS_OF_SEQUENCES = (5, 23)  # the first release whose chunks begin with each packed sequence
@@ -156,8 +163,7 @@ def assert_same_logits(models, mask):
     assert_same_outputs(models, {"input_ids": tokens(), "attention_mask": mask})
 
 
-@pytest.mark.parametrize("side", [None, "all ones", "left", "right", "both"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(("name", "side"), decoders_with(None, "all ones", "left", "right", "both"))
 def test_logits(name, side, calls):
     assert_same_logits(pair(configured(name)), padded(side))
     assert sum(calls.values()) == 2
@@ -189,10 +195,12 @@ def test_packed_sequences(name, by, calls):
     assert calls["dense"] == 0
 
 
-@pytest.mark.parametrize(
-    ("lengths", "is_compiled"),
-    [((9, 12), False), ((9, 12), True), ((8, 13), False), ((8, 13), True), ((16, 5), False)],
-)
+IN_CHUNKS = [((9, 12), False), ((9, 12), True), ((8, 13), False), ((16, 5), False)]
+if RELEASE < CHUNKS_OF_SEQUENCES:
+    IN_CHUNKS.append(((8, 13), True))  # else compiled as (9, 12)
+
+
+@pytest.mark.parametrize(("lengths", "is_compiled"), IN_CHUNKS)
 @torch.no_grad()
 def test_packed_sequences_in_chunks(lengths, is_compiled, request):
     """Every sequence must begin with a chunk of 8. Older releases count chunks from the beginning
@@ -319,38 +327,53 @@ def cached_calls(path, cached, monkeypatch):
 
 
 PATHS = "all keys", "cached calls"  # of a next token
-# Each two of these at each of their values.
+WAYS = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "eos_token_id": 96},  # 4.57 needs one here
+}
+# Each two of both caches, no padding or some, and both paths.
 GENERATED = [
     ("dynamic", None, PATHS[0]),
     ("dynamic", "left", PATHS[1]),
     ("static", None, PATHS[1]),
     ("static", "left", PATHS[0]),
+    ("beams", "left", PATHS[0]),
+    ("prompt lookup", None, PATHS[0]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "cache", "side", "path"),
+    ("name", "way", "side", "path"),
     [(name, *x) for name in DECODERS for x in GENERATED if name not in ALIKE or x[2] != PATHS[0]],
 )
-def test_generate(name, cache, side, cached_calls):
-    if name == "GPT2" and cache == "static" and not NEW:
-        pytest.skip("GPT-2 of transformers 4.57 supports no static cache")
-    if name == "DeepseekV3" and cache == "static" and not NEW:
-        pytest.skip("the static cache of transformers 4.57 needs values of the keys' head_dim")
-    ids, options = tokens(), {} if cache == "dynamic" else {"cache_implementation": "static"}
+def test_generate(name, way, side, cached_calls):
+    is_static, looks_up = way == "static", way == "prompt lookup"
+    if name in ("GPT2", "DeepseekV3") and is_static and not NEW:
+        pytest.skip("transformers 4.57 has no static cache for it")
+    ids, options = tokens(1 if looks_up else 2), dict(WAYS[way])
+    if looks_up:
+        ids[:, 10:] = ids[:, :11].clone()
     if side is not None:
         options["attention_mask"] = padded(side)
         ids = ids.masked_fill(options["attention_mask"] == 0, 0)
-    models = pair(configured(name))
-    if name == "Llama4Text" and cache == "static" and (5, 9) <= RELEASE <= (5, 19):
-        # Whatever the attention: transformers passes its own function an argument it does not have.
+    models, error = pair(configured(name)), None
+    local = DECODERS[name].keys() & {"sliding_window", "attention_chunk_size"}
+    # Whatever the attention: transformers passes its own function an argument it does not have, or
+    # shortens no cache of windows or chunks.
+    if name == "Llama4Text" and is_static and (5, 9) <= RELEASE <= (5, 19):
+        error = "unexpected keyword argument 'block_sequence_ids'"
+    elif local and looks_up and RELEASE in ((5, 0), (5, 12), (5, 13)):
+        error = "Cannot `crop` a `DynamicSlidingWindowLayer`"
+    if error:
         for model in models:
-            with pytest.raises(TypeError, match="unexpected keyword argument 'block_sequence_ids'"):
+            with pytest.raises((TypeError, ValueError), match=error):
                 generated(model, ids, **options)
         return
     found, wanted = (generated(m, ids, **options) for m in models)
     assert torch.equal(found, wanted)
-    assert found.shape[1] == ROWS + NEW_TOKENS
+    assert looks_up or found.shape[1] == ROWS + NEW_TOKENS
     assert cached_calls is None or len(cached_calls) == (NEW_TOKENS - 1) * 2
 
 
@@ -360,7 +383,6 @@ def test_generate(name, cache, side, cached_calls):
     [
         ("Llama", None, PATHS[0]),
         ("Llama", "left", PATHS[1]),
-        ("Gemma2", None, PATHS[1]),
         ("Gemma2", "left", PATHS[1]),
         ("GptOss", None, PATHS[0]),
         ("GptOss", "left", PATHS[1]),
@@ -587,31 +609,7 @@ def test_a_cache_of_8_bits_refuses_by_name(monkeypatch):
         new(model.config)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "prompt lookup"]
-)
-def test_other_ways_to_generate(name, options):
-    batch = 1 if "prompt_lookup_num_tokens" in options else 2
-    if batch == 1:
-        options = options | {"eos_token_id": 96}  # transformers 4.57 needs one here
-    ids = tokens(batch)
-    ids[:, 10:] = ids[:, :11].clone()  # something to look up
-    options["attention_mask"] = None if batch == 1 else padded("left")
-    models = pair(configured(name))
-    local = DECODERS[name].keys() & {"sliding_window", "attention_chunk_size"}
-    if local and batch == 1 and RELEASE in ((5, 0), (5, 12), (5, 13)):
-        # Whatever the attention: transformers shortens no cache of windows or chunks.
-        for model in models:
-            with pytest.raises(ValueError, match="Cannot `crop` a `DynamicSlidingWindowLayer`"):
-                generated(model, ids, **options)
-        return
-    found, wanted = (generated(m, ids, **options) for m in models)
-    assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize(("name", "side"), decoders_with(None, "left"))
 @torch.no_grad()
 def test_a_cache_continued_by_several_tokens(name, side):
     logits = []
@@ -643,8 +641,7 @@ def assert_same_gradients(models, inputs, checkpointing):
         assert error <= 1e-5 * largest, (parameter, error / largest)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(("name", "checkpointing"), decoders_with(False, True))
 def test_training_step(name, checkpointing):
     ids, mask = tokens(), padded("right")
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
@@ -653,8 +650,8 @@ def test_training_step(name, checkpointing):
 
 
 COMPILED = [
-    *(("padding", name) for name in DECODERS if name not in ALIKE),
-    *(("nothing", name) for name in ("Llama", "Mistral", "GptOss")),
+    *(("padding", name) for name in DECODERS if name not in (*ALIKE, "Qwen2")),  # as Gemma2
+    *(("nothing", name) for name in ("Llama", "GptOss")),
     ("packed", "Mistral"),
     ("packed", "Llama4Text"),
 ]
@@ -785,15 +782,14 @@ def qwen2_5_vl(side):
     return "AutoModelForImageTextToText", config, inputs, {"labels": labels}
 
 
-GREEDY, BEAMS, STATIC = {}, {"num_beams": 3}, {"cache_implementation": "static"}
-# Model → its calls of flashattn3 in a forward, the sides of its padding, its ways to generate.
+# Model → its calls of flashattn3 in a forward, the sides of its padding, its WAYS to generate.
 OTHER_MODELS = {
     bert: (2, (None, "left", "right", "both"), ()),
     modernbert: (2, (None, "left", "right", "both"), ()),
-    bart: (6, (None, "right"), (GREEDY, BEAMS, STATIC)),
-    whisper: (6, (None,), (GREEDY, BEAMS, STATIC)),
+    bart: (6, (None, "right"), ("dynamic", "beams", "static")),
+    whisper: (6, (None,), ("dynamic", "beams", "static")),
     siglip: (4, (None,), ()),
-    qwen2_5_vl: (12, (None, "left", "right"), (GREEDY, STATIC)),
+    qwen2_5_vl: (12, (None, "left", "right"), ("dynamic", "static")),
 }
 
 
@@ -811,7 +807,7 @@ def test_other_models(model, side, calls):
     assert sum(calls.values()) == count
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     for way in ways if model is not qwen2_5_vl or side != "right" else ():
-        assert torch.equal(*(m.generate(**inputs, **options, **way) for m in models))
+        assert torch.equal(*(m.generate(**inputs, **options, **WAYS[way]) for m in models))
     for checkpointing in (False, True):
         assert_same_gradients(models, inputs | training, checkpointing)
 
