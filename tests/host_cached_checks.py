@@ -186,9 +186,9 @@ def launches_in(passed: Passed) -> list[list[int]]:
     return [event[1:] for event in passed.events if event[0] == "launch"]
 
 
-def dense(batch=3, tokens=200, dtype=torch.bfloat16, heads=(8, 2), seqlen_q=1):
-    q = torch.zeros(batch, seqlen_q, heads[0], 64, dtype=dtype)
-    k, v = torch.zeros(2, batch, tokens, heads[1], 64, dtype=dtype)
+def dense(batch=3, tokens=200, dtype=torch.bfloat16, heads=(8, 2), seqlen_q=1, dims=(64, 64)):
+    q = torch.zeros(batch, seqlen_q, heads[0], dims[0], dtype=dtype)
+    k, v = (torch.zeros(batch, tokens, heads[1], d, dtype=dtype) for d in dims)
     lengths = torch.full((batch,), 9, dtype=torch.int32)
     return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths}
 

@@ -11,7 +11,14 @@ from itertools import product
 
 import torch
 from helpers import forget_cached_calls
-from host_cached_checks import expect_metadata, passed_by, use_cached_calls, with_metadata
+from host_cached_checks import (
+    dense,
+    expect_metadata,
+    passed_by,
+    use_cached_calls,
+    with_metadata,
+    with_prefix,
+)
 
 from flashattn3.call.cached import DECODE
 from flashattn3.call.fields import CALL, Options
@@ -187,29 +194,17 @@ def check_calls_that_differ_in_one_option(host):
     assert doors.launch_cache(Options(), True) is not doors.launch_cache(Options(), False)
 
 
-def cached_call(
-    dtype=torch.bfloat16,
-    seqlen_q=1,
-    heads=(8, 2),
-    dims=(64, 64),
-    page_size=0,
-    batch=3,
-    tokens=64,
-    stored=None,
-    prefix=None,
-):
-    """prefix: the pages and the length of keys in front of those of all sequences."""
-    q = torch.zeros(batch, seqlen_q, heads[0], dims[0], dtype=dtype)
-    lead = (batch * tokens // page_size, page_size) if page_size else (batch, tokens)
-    k, v = (torch.zeros(*lead, heads[1], d).to(stored or dtype) for d in dims)
-    given = {"q": q, "k_cache": k, "v_cache": v}
+def cached_call(page_size=0, stored=None, prefix=None, **of):
+    """stored: the dtype of the caches, if not q's. prefix: pages and length of keys in front of
+    those of all sequences."""
+    given = dense(**{"tokens": 64, **of})
+    caches = {name: given[name] for name in ("k_cache", "v_cache")}
     if page_size:
+        batch, tokens = caches["k_cache"].shape[:2]
         given["page_table"] = torch.zeros(batch, tokens // page_size, dtype=torch.int32)
-    if prefix is not None:
-        pages, length = prefix
-        given["prefix_page_table"] = torch.zeros(1, pages, dtype=torch.int32)
-        given["prefix_len"] = length
-    return given | {"cache_seqlens": torch.full((batch,), 9, dtype=torch.int32)}
+        caches = {name: x.view(-1, page_size, *x.shape[2:]) for name, x in caches.items()}
+    given |= {name: x.to(stored or x.dtype) for name, x in caches.items()}
+    return given if prefix is None else with_prefix(given, prefix[1], prefix[0])
 
 
 CACHED_CHANGES = {
