@@ -432,7 +432,8 @@ def test_compiled_calls(dynamic, dtype, device):
 
     def block_scaled(q, k, v):
         how = {"block": 64, "hadamard": False, "qk_dtype": dtype, "use_fast_accum": True}
-        return flash_attn_fp8_func(q, k, v, causal=True, **how)
+        slopes = torch.full((2,), 0.1, device=q.device)
+        return flash_attn_fp8_func(q, k, v, causal=True, alibi_slopes=slopes, **how)
 
     def raw(q, k, v, descale):
         return flash_attn_func(q.to(dtype), k.to(dtype), v.to(FP8), k_descale=descale)

@@ -78,10 +78,10 @@ def check_slopes(function: str, q: Metadata, batch: int, slopes: Metadata | None
     """Raise for slopes that do not fit q."""
     if slopes is None:
         return
-    heads = q.shape[-2]
-    both = tuple(slopes.shape) in ((heads,), (batch, heads))
+    heads, shape = q.shape[-2], tuple(slopes.shape)
+    fits = shape == (heads,) or shape == (batch, heads)  # torch.compile finds no symbols by "in"
     wanted = f"{(heads,)} (num_heads_q,) or {(batch, heads)} (batch, num_heads_q)"
-    expect(both, function, "alibi_slopes.shape", wanted, tuple(slopes.shape))
+    expect(fits, function, "alibi_slopes.shape", wanted, shape)
     _expect_dtype(function, "alibi_slopes", slopes, (torch.float32,))
     check_device(function, "alibi_slopes", slopes, q.device, "q")
 
