@@ -140,29 +140,5 @@ def test_packed_forms_of_flash_attention_2(device):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("asked", [{}, {"return_lse": True}, {"return_attn_probs": True}])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_is_returned(asked, dtype, device):
-    q, k, v = (tokens(2, s, h, d, dtype=dtype, device=device) for s, h, d in SHAPES)
-    found = flash_attn_func(q, k, v, backend="reference", **asked)
-    rows_q, rows_k, rows_v = (x.flatten(0, 1) for x in (q, k, v))
-    edges = (cumulative(7, 7, device=device), cumulative(9, 9, device=device))
-    packed = flash_attn_varlen_func(
-        rows_q, rows_k, rows_v, *edges, 7, 9, backend="reference", **asked
-    )
-    if asked:
-        (found, lse), (packed, packed_lse) = found, packed
-        assert lse.shape == (2, 4, 7) and packed_lse.shape == (4, 14)
-        wanted = torch.float64 if dtype == torch.float64 else torch.float32
-        assert lse.dtype == packed_lse.dtype == wanted
-        torch.testing.assert_close(packed_lse.unflatten(1, (2, 7)).transpose(0, 1), lse)
-    assert found.shape == (2, 7, 4, 24) and packed.shape == (14, 4, 24)
-    assert found.dtype == packed.dtype == dtype
-    torch.testing.assert_close(packed.unflatten(0, (2, 7)), found)
-
-
-SHAPES = ((7, 4, 16), (9, 2, 16), (9, 2, 24))  # rows, heads, head dim of q, k, v
-
-
 def cumulative(*lengths, device="cpu"):
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
