@@ -11,7 +11,7 @@ from helpers import TRITON_DTYPES, cached_calls_of_an_h100, library_double, need
 from flashattn3 import cached_explanation, explain_with_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.decode_choice import PREFIX_ROWS
-from flashattn3.backends.hopper.kernel_configs import BYTE_PREFIX_MEASURED, CACHED_CONFIGS
+from flashattn3.backends.hopper.kernel_configs import CACHED_CONFIGS
 from flashattn3.backends.reference.backend import BACKEND as REFERENCE
 from flashattn3.call.cached import DecodeTensors
 from flashattn3.run import cached_plans
@@ -334,7 +334,7 @@ def test_which_calls_with_a_prefix_are_one_launch_on_hopper():
         (named, {"stored": FP8, "d": 96, "dv": 64}, True),
         (named, {"stored": INT8, "v_descale": torch.ones(99, 16, 8)}, True),
         (named, {"stored": FP8, "d": 256}, False),
-        ({}, {"stored": FP8}, bool(BYTE_PREFIX_MEASURED)),
+        ({}, {"stored": FP8}, True),
         (named | {"window_left": 9}, {}, False),
         (named, {"seqlen_q": 3, **tree}, False),
     ):

@@ -211,10 +211,8 @@ BYTE_DECODE_CONFIGS = tuple(
     )
     for dtype in SIXTEEN_BIT
 )
-# Not measured yet: without backend="hopper" such calls are two launches and a combination.
-BYTE_PREFIX_MEASURED = ""
 BYTE_DECODE_CONFIGS += tuple(
-    config._replace(prefix=True, measured=BYTE_PREFIX_MEASURED)
+    config._replace(prefix=True, measured=PREFIX_MEASURED)
     for config in BYTE_DECODE_CONFIGS
     if config.head_dim <= 128
 )
