@@ -212,6 +212,19 @@ def test_tensors_of_another_device_are_left_to_torch():
     assert code_of(causal, elsewhere) is not None
 
 
+def test_a_float_beside_an_integer_has_code_where_it_is_float32():
+    def mask_mod(b, h, q, k):
+        return q * 0.1 <= k
+
+    assert known_code_of(mask_mod, DEVICE) is not None
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert known_code_of(mask_mod, DEVICE) is None
+        assert known_code_of(lambda b, h, q, k: q <= k, DEVICE) is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("block_size", [128, 16])
 def test_numbers_of_blocks_reach_the_kernels_as_int32(block_size, monkeypatch):
     """A kernel that is compiled for one type of them is launched without a look at others."""

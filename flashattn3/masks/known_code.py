@@ -24,7 +24,7 @@ def known_code_of(mask_mod: Callable[..., Tensor], device: torch.device) -> Code
     if variables is None:
         return code_of(mask_mod, device)
     addresses = [*map(id, variables)]
-    key = [mask_mod.__code__, device]
+    key = [mask_mod.__code__, device, torch.get_default_dtype()]  # of a float beside an integer
     for x in variables:
         if type(x) in _NUMBERS:
             key += type(x), x

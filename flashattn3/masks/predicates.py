@@ -192,8 +192,8 @@ class _Functions(TorchFunctionMode):
 
 
 @lru_cache(maxsize=1024)
-def _promoted(a: torch.dtype, b: torch.dtype | type) -> torch.dtype:
-    """Of scalar tensors, or of one and a number."""
+def _promoted(a: torch.dtype, b: torch.dtype | type, default: torch.dtype) -> torch.dtype:
+    """Of scalar tensors, or of one and a number. default: torch's, of an integer and a float."""
     with torch._C.DisableTorchFunction():
         other = torch.empty((), dtype=b) if isinstance(b, torch.dtype) else b(1)
         return torch.result_type(torch.empty((), dtype=a), other)
@@ -203,15 +203,15 @@ def _common(a: object, b: object) -> tuple[_Trace, torch.dtype, list[str]]:
     """The dtype that torch computes in, and the operands in it."""
     if type(a) is type(b) is _Score and a._dtype == b._dtype:
         return a._trace, a._dtype, [a._name, b._name]
-    trace, dtype, operands = None, None, (a, b)
+    trace, dtype, operands, default = None, None, (a, b), torch.get_default_dtype()
     for x in operands:
         if type(x) is _Score:
-            trace, dtype = x._trace, _promoted(dtype, x._dtype) if dtype else x._dtype
+            trace, dtype = x._trace, _promoted(dtype, x._dtype, default) if dtype else x._dtype
     for x in operands:
         if type(x) is not _Score:
             if type(x) not in (bool, int, float):
                 raise _UnknownError
-            dtype = _promoted(dtype, type(x))
+            dtype = _promoted(dtype, type(x), default)
     if dtype not in _TYPES:
         raise _UnknownError
     return trace, dtype, [trace.cast(x, dtype) for x in operands]
