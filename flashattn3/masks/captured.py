@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 
@@ -31,56 +31,62 @@ def _found(mask_mod: object, inside: Callable) -> list[Named]:
 
     def visit(name: str, value: object, names: frozenset[str]) -> None:
         names = _names_in(value) or names
-        if (id(value), names) not in seen:
-            seen[id(value), names] = value  # alive, so that no other value gets its id
-            for inner, x in inside(name, value, names):
-                if isinstance(x, _LEAVES):
-                    found.append((inner, x))
-                else:
-                    visit(inner, x, names)
+        if (id(value), names) in seen:
+            return
+        seen[id(value), names] = value  # alive, so that no other value gets its id
+        for named in inside(name, value, names):
+            inner, x = named
+            if type(x) in _LEAF_TYPES or isinstance(x, _LEAVES):
+                found.append(named)
+            else:
+                visit(inner, x, names)
 
     visit("a tensor", (mask_mod,), frozenset())
     return found
 
 
 _LEAVES = (Tensor, int, float, str, bytes, type(None), torch.dtype, torch.device, CodeType)
+_LEAF_TYPES = frozenset(_LEAVES)  # most values are of one of these themselves
 
 
-def _in_closure(name: str, value: object, _: frozenset[str]) -> Iterator[Named]:
+def _in_closure(name: str, value: object, _: frozenset[str]) -> list[Named]:
     if isinstance(value, (tuple, list)):
-        yield from ((name, x) for x in value)
-    elif isinstance(value, partial):
-        yield from ((name, x) for x in (value.func, *value.args, *value.keywords.values()))
+        return [(name, x) for x in value]
+    found = []
+    if isinstance(value, partial):
+        found += [(name, x) for x in (value.func, *value.args, *value.keywords.values())]
     names = getattr(getattr(value, "__code__", None), "co_freevars", ())
     for inner, cell in zip(names, getattr(value, "__closure__", None) or (), strict=True):
         try:
-            yield inner, cell.cell_contents
+            found.append((inner, cell.cell_contents))
         except ValueError:  # not assigned yet
             continue
+    return found
 
 
-def _by_name(name: str, value: object, names: frozenset[str]) -> Iterator[Named]:
-    yield from _in_closure(name, value, names)
+def _by_name(name: str, value: object, names: frozenset[str]) -> list[Named]:
+    found = _in_closure(name, value, names)
     if isinstance(value, FunctionType):
-        yield name, value.__code__
+        found.append((name, value.__code__))
         if not (value.__module__ or "").startswith("torch."):
-            yield from ((x, value.__globals__[x]) for x in names & value.__globals__.keys())
+            found += [(x, value.__globals__[x]) for x in names & value.__globals__.keys()]
             defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-            yield from ((name, x) for x in defaults)
+            found += [(name, x) for x in defaults]
     elif isinstance(value, MethodType):
-        yield from ((name, x) for x in (value.__func__, value.__self__))
+        found += [(name, x) for x in (value.__func__, value.__self__)]
     elif isinstance(value, dict):
-        yield from value.items()
+        found += value.items()
     elif not isinstance(value, (tuple, list, partial)):
         if not isinstance(value, (type, ModuleType)) and _names_in(type(value).__call__):
-            yield name, value.__call__
+            found.append((name, value.__call__))
         for x in names:
             try:
                 inner = getattr(value, x, None)
             except Exception:  # of a property, which mask_mod would raise too
                 continue
             if not isinstance(value, ModuleType) or isinstance(inner, _LEAVES):
-                yield x, inner
+                found.append((x, inner))
+    return found
 
 
 def _names_in(value: object) -> frozenset[str]:
