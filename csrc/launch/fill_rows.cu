@@ -9,7 +9,8 @@ void launch_fill_rows(const DecodeParams& params, const SchedulerMetadata& metad
                       cudaStream_t stream) {
   const bool varlen = params.cu_seqlens_q != nullptr;
   if (!varlen && metadata.data == nullptr) return;
-  const decode::Arguments call = make_decode_arguments(params, DecodeGrid{.num_ctas = 1}, 1);
+  const DecodeGrid grid{.num_shares = 1, .share_heads = 1, .num_ctas = 1};
+  const decode::Arguments call = make_decode_arguments(params, grid, 1);
   const decode::FillArguments args{.out = call.out,
                                    .lse = call.lse,
                                    .out_batch = call.out_batch,
