@@ -107,6 +107,11 @@ def autocasts(kind: str) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
+def without_autocast(kind: str) -> AbstractContextManager:
+    """Within it autocast casts nothing on a kind of device."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
 def refuse_jit_trace(function: str) -> None:
     """Raise under torch.jit.trace, which would keep the lengths and the plan of one call."""
     if not _is_compiling() and torch._C._get_tracing_state() is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..modes import autocasts, is_traced
+from ..modes import is_traced
 
 
 def kept_signs(head_dim: int, device: torch.device) -> Tensor | None:
@@ -80,9 +80,6 @@ def rotate_back(x: Tensor) -> Tensor:
 def rotate_rows_back(x: Tensor) -> Tensor:
     """rotate_back in x's dtype, which tensor cores multiply by a matrix of ±1: one rounding of each
     result, as of a sum of so many products."""
-    if autocasts(x.device.type):  # a backward inside of it
-        with torch.autocast(x.device.type, enabled=False):
-            return rotate_rows_back(x)
     head_dim = x.shape[-1]
     matrix = _kept_or_made(_made_matrix, head_dim, x.device, x.dtype)
     rows = x.reshape(-1, head_dim)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ import torch
 from ..call.batch_invariance import span_of_all_calls
 from ..call.selection import named_backend
 from ..errors import UnsupportedError, expect
-from ..modes import has_autocast
+from ..modes import without_autocast
 from .libraries import release
 from .torch_operators import CPU_OPERATORS, OPERATORS, NotTaken
 
@@ -165,7 +164,8 @@ class _Override:
     def __call__(self, keyset, *arguments, **options):
         reason = "flashattn3 does not support these arguments"
         try:
-            with torch.no_grad(), _without_autocast(arguments[0].device.type):
+            # The kernels of autograd and of autocast are above the dispatch key.
+            with torch.no_grad(), without_autocast(arguments[0].device.type):
                 return self.function(*arguments, **options)
         except NotTaken:
             pass
@@ -181,9 +181,3 @@ class _Override:
                 "device"
             )
         return self.former.call_boxed(keyset, *arguments, **options)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager:
-    """Autocast's kernels are above the dispatch key, as autograd's are: what they cast, they cast
-    before."""
-    return torch.autocast(device_type, enabled=False) if has_autocast() else nullcontext()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..modes import is_transformed
+
 # (x * GATHER) >> 56 has the lowest bits of x's eight bytes in the lowest byte, the first in bit 0:
 # the product of byte k's bit and bit 56 - 7 k is bit 56 + k, and no two products meet.
 _GATHER = 0x0102040810204080
@@ -12,6 +14,8 @@ _GATHER = 0x0102040810204080
 
 def packed(visible: Tensor) -> Tensor:
     """bool (..., 64) → int64 (...)."""
+    if is_transformed():
+        return (visible.long() << _places(visible)).sum(-1)
     bytes_of_bools = visible.contiguous().view(torch.uint8).view(torch.int64)
     bytes_of_bits = ((bytes_of_bools * _GATHER) >> 56).to(torch.uint8)
     return bytes_of_bits.view(torch.int64).squeeze(-1)
@@ -19,9 +23,16 @@ def packed(visible: Tensor) -> Tensor:
 
 def unpacked(words: Tensor) -> Tensor:
     """int64 (...) → bool (..., 64)."""
+    if is_transformed():
+        return (words.unsqueeze(-1) >> _places(words) & 1).bool()
     of_bytes = words.contiguous().unsqueeze(-1).view(torch.uint8).unsqueeze(-1)
     places = torch.arange(8, dtype=torch.uint8, device=words.device)
     return ((of_bytes >> places) & 1).bool().flatten(-2)
+
+
+def _places(of: Tensor) -> Tensor:
+    """Of 64 bits; for torch.vmap, which in torch 2.11 maps no view in a dtype of another size."""
+    return torch.arange(64, device=of.device)
 
 
 def lowest(count: Tensor) -> Tensor:

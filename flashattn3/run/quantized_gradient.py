@@ -35,6 +35,7 @@ from ..modes import (
     is_transformed,
     needs_gradient,
     refuse_gradients,
+    without_autocast,
 )
 from .derivative import BIAS, by_tensor, gradient_of, or_zeros
 from .doors import attend
@@ -136,39 +137,47 @@ class _AttentionOfQuantized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, *_):
-        options = ctx.options
         if dout is None and dlse is None:
             return (None,) * (len(Tensors._fields) + _NUM_OTHERS)
         saved = ctx.saved_tensors  # once: a checkpoint lets nothing be unpacked twice
-        *stored, mean, lse, out = saved[:9]
-        edges_q, edges_k, *rest = saved[9:]
-        sides = [
-            _widened(data, descale, *side, edges, ctx.dtype)
-            for side, data, descale, edges in zip(
-                ctx.sides, stored[::2], stored[1::2], (edges_q, edges_k, edges_k), strict=True
-            )
-        ]
-        tensors = Tensors(*sides, edges_q, edges_k, *rest)
-        with_dbias = ctx.needs_input_grad[BIAS : BIAS + 1] if changes_scores(tensors) else ()
-        out = out.to(ctx.dtype)
-        dout = or_zeros(dout, out).to(ctx.dtype)
-        of_16_bits, of_lse = _of_16_bits(options), dlse
-        if ctx.has_codes:
-            out, lse, of_lse = _with_exact_rows(tensors, of_16_bits, out, lse, dout, dlse)
-        given = dout, of_lse, out, lse, flat(tensors, bool(with_dbias)), of_16_bits
-        dq, dk, *others = gradient_of(*given, *with_dbias)
-        if ctx.hadamard:
-            dq, dk = rotate_rows_back(dq), rotate_rows_back(dk)
-        if dlse is not None and mean is not None:
-            scale = score_scale_of(options, sides[0].shape[-1]).softmax_scale
-            dlse = dlse.where(lse > -math.inf, 0.0)  # a row without keys has gradient 0
-            dq = _with_gradient_of_mean(dq, dlse, mean, scale, edges_q)
-        found = by_tensor((dq, dk, *others), *tensors)
+        with without_autocast(saved[0].device.type):  # the forward's casts are in what is saved
+            found = _gradients(ctx, saved, dout, dlse)
         return (*found, *(None,) * (len(Tensors._fields) + _NUM_OTHERS - len(found)))
 
 
 # As doors._apply.
 _apply = super(torch.autograd.Function, _AttentionOfQuantized).apply
+
+
+def _gradients(
+    ctx, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Of the tensors of ``Tensors``, one after the other."""
+    options = ctx.options
+    *stored, mean, lse, out = saved[:9]
+    edges_q, edges_k, *rest = saved[9:]
+    sides = [
+        _widened(data, descale, *side, edges, ctx.dtype)
+        for side, data, descale, edges in zip(
+            ctx.sides, stored[::2], stored[1::2], (edges_q, edges_k, edges_k), strict=True
+        )
+    ]
+    tensors = Tensors(*sides, edges_q, edges_k, *rest)
+    with_dbias = ctx.needs_input_grad[BIAS : BIAS + 1] if changes_scores(tensors) else ()
+    out = out.to(ctx.dtype)
+    dout = or_zeros(dout, out).to(ctx.dtype)
+    of_16_bits, of_lse = _of_16_bits(options), dlse
+    if ctx.has_codes:
+        out, lse, of_lse = _with_exact_rows(tensors, of_16_bits, out, lse, dout, dlse)
+    given = dout, of_lse, out, lse, flat(tensors, bool(with_dbias)), of_16_bits
+    dq, dk, *others = gradient_of(*given, *with_dbias)
+    if ctx.hadamard:
+        dq, dk = rotate_rows_back(dq), rotate_rows_back(dk)
+    if dlse is not None and mean is not None:
+        scale = score_scale_of(options, sides[0].shape[-1]).softmax_scale
+        dlse = dlse.where(lse > -math.inf, 0.0)  # a row without keys has gradient 0
+        dq = _with_gradient_of_mean(dq, dlse, mean, scale, edges_q)
+    return by_tensor((dq, dk, *others), *tensors)
 
 
 def _with_exact_rows(
