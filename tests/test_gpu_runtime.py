@@ -180,9 +180,10 @@ def test_work_goes_to_the_current_stream(case, backend):
     with torch.cuda.stream(side):
         fill(fresh[:3], [torch.zeros_like(x) for x in values])
         torch.cuda._sleep(1_000_000_000)  # about 0.6 s: the reference takes over 0.1 on a busy host
+        held = side.record_event()
         fill(fresh[:3], values)
         found = run(case, fresh, backend, dout, dlse)
-        assert side.query() == reads_lengths(backend, case), "was the stream waited for?"
+        assert held.query() == reads_lengths(backend, case), "was the stream waited for?"
     side.synchronize()
     assert all(map(torch.equal, found, wanted))
 
