@@ -135,7 +135,9 @@ OTHERS_NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("function", "changed", "text"), OTHERS_NAMES, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("function", "changed", "text"), OTHERS_NAMES, ids=[text[:60] for *_, text in OTHERS_NAMES]
+)
 def test_errors_name_the_function_that_was_called_and_its_arguments(function, changed, text, batch):
     given = {"q": batch.q, "k": batch.k, "v": batch.v, "cu_seqlens_q": batch.edges}
     given["max_seqlen_q"] = 5
