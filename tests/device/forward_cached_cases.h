@@ -117,6 +117,6 @@ inline DecodeCase random_cached_case(uint32_t seed) {
   }
   if (!c.cu_q.empty() && c.cu_q.back() == 0) c.cu_q.clear();
   c.sinks = c.descales = c.page_descales = c.token_descales = c.e4m3 = c.int8 = false;
-  c.spans = 0;
+  c.spans = 0, c.prefix = -1;
   return c;
 }
