@@ -125,7 +125,7 @@ void check_fits(const char* name, const Config& config, const AttentionProblem& 
 
 struct KernelGrid {
   unsigned num_ctas;
-  dim3 threads;
+  int num_threads;
   int shared_memory_bytes = 0;
   unsigned cluster_ctas = 0;  // CTAs of a cluster; 0: as the kernel says
 };
@@ -149,7 +149,7 @@ void launch_kernel(const char* name, const char* part, void (*kernel)(Arguments)
     attribute.val.clusterDim = {grid.cluster_ctas, 1, 1};
   }
   config.gridDim = dim3(grid.num_ctas);
-  config.blockDim = grid.threads;
+  config.blockDim = dim3(grid.num_threads);
   config.dynamicSmemBytes = grid.shared_memory_bytes;
   config.stream = stream;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args);

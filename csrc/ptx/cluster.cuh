@@ -86,10 +86,9 @@ __device__ __forceinline__ void arrive_warp_at(const Barrier& barrier, uint32_t 
       : "memory");
 }
 
-// Finds the largest value over the threads of the cluster that have one threadIdx.y, kWarps of each
-// CTA; lies in shared memory and serves once. Every warp sends its maximum to every CTA, whose
-// barrier counts the bytes. A CTA waits for the maxima of all warps before it continues, so it
-// still exists while other CTAs send.
+// Finds the largest value over all threads of the cluster; lies in shared memory and serves once.
+// Every warp sends its maximum to every CTA, whose barrier counts the bytes. A CTA waits for the
+// maxima of all warps before it continues, so it still exists while other CTAs send.
 template <int kWarps>
 struct ClusterMax {
   static_assert(kMaxClusterSize * kWarps <= 32, "each lane reads one word");
@@ -102,7 +101,7 @@ struct ClusterMax {
     arrived.arrive_and_expect(cluster_size() * kWarps * sizeof(uint32_t));
   }
 
-  // All of these threads call it. No value may be negative; NaN counts as the largest.
+  // All threads call it. No value may be negative; NaN counts as the largest.
   __device__ __forceinline__ float find(float value) {
     // The bits of floats that are not negative have the same order as the floats.
     const uint32_t mine = __reduce_max_sync(0xffffffff, __float_as_uint(value));
@@ -110,7 +109,7 @@ struct ClusterMax {
     uint32_t& place = of_warp[cluster_rank() * kWarps + threadIdx.x / 32];
     if (size == 1) {  // a CTA without a cluster must not send to itself
       if (lane == 0) place = mine;
-      named_barrier_sync(threadIdx.y, kWarps * 32);
+      __syncthreads();
     } else {
       if (lane < size) send(mine, place, lane);
       arrived.wait(0);  // kWarps words of each CTA
