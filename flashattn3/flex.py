@@ -164,8 +164,8 @@ Sources = list[tuple[object, int | None]]
 
 
 def _sources(block_mask: object) -> Sources:
-    """What a block mask holds and its mask_mod reads: values with 0, tensors with their versions,
-    which change when they are written to; None: a tensor of inference mode, which has none."""
+    """Return what a block mask holds and its mask_mod reads: values with 0, tensors with their
+    versions, which change when they are written to; None: a tensor of inference mode."""
     values = values_read((*getattr(block_mask, "__dict__", {}).values(),))
     return [
         (x, 0 if not isinstance(x, Tensor) else None if x.is_inference() else x._version)

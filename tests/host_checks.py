@@ -77,7 +77,7 @@ def inputs(seqlen_q, seqlen_k=None, heads=(4, 2), d=64, dv=None, dtype=torch.bfl
 
 
 class Observed(NamedTuple):
-    """What a call passes to the driver, its result, and whether Python looked for a plan."""
+    """Return what a call passes to the driver, its result, and whether Python looked for a plan."""
 
     events: list[list]
     result: object

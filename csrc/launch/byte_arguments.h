@@ -25,7 +25,7 @@ inline void set_byte_arguments(const ByteDecodeParams& params, decode::Arguments
   args.has_key_descales = of_keys || (params.is_int8 && may_lose);
 }
 
-// What a decode kernel has whatever the dtype of its cache.
+// The arguments that a decode kernel takes whatever the dtype of its cache is.
 template <decode::Config kConfig>
 auto arguments_without_bytes(const DecodeParams& params, const DecodeGrid& grid, int block_n) {
   if constexpr (kConfig.tree) {

@@ -139,7 +139,7 @@ struct RepeatedCall {
     return descale->dim() == 3 ? has_bytes(cache) : descale->dim() == 2 || is_one_number(*descale);
   }
 
-  // Whether each sequence has descales of its own.
+  // Returns whether each sequence has descales of its own.
   static bool is_of_sequences(const std::optional<Tensor>& descale) {
     return descale && descale->dim() == 2;
   }

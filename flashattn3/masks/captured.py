@@ -1,4 +1,4 @@
-"""What a mask_mod reads without being passed it."""
+"""Finds the values that a mask_mod reads without being passed them."""
 
 from __future__ import annotations
 

@@ -193,7 +193,8 @@ class _Functions(TorchFunctionMode):
 
 @lru_cache(maxsize=1024)
 def _promoted(a: torch.dtype, b: torch.dtype | type, default: torch.dtype) -> torch.dtype:
-    """Of scalar tensors, or of one and a number. default: torch's, of an integer and a float."""
+    """Return the dtype of two scalar tensors, or of one and a number. default: torch's dtype, which
+    an integer and a float have."""
     with torch._C.DisableTorchFunction():
         other = torch.empty((), dtype=b) if isinstance(b, torch.dtype) else b(1)
         return torch.result_type(torch.empty((), dtype=a), other)

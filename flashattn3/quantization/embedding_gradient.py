@@ -54,8 +54,8 @@ class _Gradients(torch.autograd.Function):
 
 
 def _gradient_of_norm(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Of embedded with a weight alone, with respect to x and the weight. torch.compile refuses a
-    backward that asks autograd."""
+    """Return the gradients of x and the weight through ``embedded`` with a weight alone.
+    torch.compile refuses a backward that asks autograd."""
     wide, dy = x.float(), dy.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normal = wide * scale

@@ -13,6 +13,7 @@ from ..call.block_scaled import BlockScaled, of_own_tensors
 from ..call.operands import key_of
 from ..call.value_checks import is_checked
 from ..modes import (
+    USUAL,
     has_dual_level,
     is_plain,
     is_transformed,
@@ -24,7 +25,6 @@ from .embedding import Embedding, Lengths
 from .embedding_checks import FUNCTION, Scheme, checked
 
 _PLAIN = (int, float, bool, torch.dtype, type(None))
-_USUAL = {Tensor, torch.nn.Parameter, type(None)}
 _MOST_KNOWN = 4096
 # What the checks have found for calls with the same metadata; the oldest are forgotten.
 _known: dict[tuple, tuple[int | None, Scheme]] = {}
@@ -167,7 +167,7 @@ def _key_of(tensors: tuple, *others: object) -> tuple | None:
     """Under which _known has the call; None where values are checked or an argument is odd."""
     *lengths, options = others
     types = tuple(map(type, (*lengths, *options)))
-    if tensors[0] is None or not _USUAL.issuperset(map(type, tensors)):
+    if tensors[0] is None or not USUAL.issuperset(map(type, tensors)):
         return None
     if is_checked(tensors[0].device) or not all(of in _PLAIN for of in types):
         return None

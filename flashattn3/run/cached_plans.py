@@ -32,7 +32,7 @@ from ..call.metadata import Metadata, key_of, metadata_of, metadata_under
 from ..call.scheduler_metadata import hash_of_options
 from ..call.value_checks import is_checked
 from ..errors import expect
-from ..modes import unseen_by_modes
+from ..modes import USUAL, unseen_by_modes
 from .launches import cached_launch_cache
 from .operator_rules import recorded, warn_of_reference
 from .planner import Plan, choose
@@ -149,14 +149,11 @@ def checked_call(tensors: DecodeTensors, lengths: Lengths, options: DecodeOption
     return _checked_decode(key, options, _constant(lengths, options.function))
 
 
-_USUAL = {Tensor, torch.nn.Parameter, type(None)}
-
-
 def checked_key_of(function: str, required: int, tensors: DecodeTensors | AppendTensors) -> tuple:
     """``key_of``; raises what ``check_tensors`` has to refuse, and asks it only then."""
     try:
         key = key_of(tensors)
-        refused = tensors.v_cache is None or not _USUAL.issuperset(map(type, tensors))
+        refused = tensors.v_cache is None or not USUAL.issuperset(map(type, tensors))
         refused = refused or (torch.is_grad_enabled() and _need_gradient(tensors))
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
         refused = True

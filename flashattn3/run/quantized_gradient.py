@@ -152,7 +152,7 @@ _apply = super(torch.autograd.Function, _AttentionOfQuantized).apply
 def _gradients(
     ctx, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Of the tensors of ``Tensors``, one after the other."""
+    """Return the gradients of the tensors of ``Tensors``, in their order."""
     options = ctx.options
     *stored, mean, lse, out = saved[:9]
     edges_q, edges_k, *rest = saved[9:]

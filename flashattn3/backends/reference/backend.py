@@ -25,7 +25,7 @@ from ...call.fields import HINTS
 from ...call.operands import Tensors, data_of
 from ...call.problem import Problem
 from ...masks.block_lists import BLOCK_ROWS
-from ...modes import autocasts
+from ...modes import without_autocast
 from .. import packed
 from ..base import score_factor_reason
 from ..conversions import converting, with_dense_rows
@@ -204,9 +204,7 @@ def _without_autocast(problem: Problem, run: Callable) -> Callable:
     kind = problem.device.type
 
     def run_without(*arguments):
-        if not autocasts(kind):
-            return run(*arguments)
-        with torch.autocast(kind, enabled=False):
+        with without_autocast(kind):
             return run(*arguments)
 
     return run_without
