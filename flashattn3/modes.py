@@ -30,12 +30,13 @@ def is_plain_if_eager() -> bool:
 def is_watched(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether a cached call must go through its operator: for the compiler, a torch mode, a
     transform, a dual level or a tensor subclass but nn.Parameter."""
-    own = type(x) is type(other) is torch.Tensor or {type(x), type(other)} <= USUAL
+    own = type(x) is type(other) is torch.Tensor or {type(x), type(other)} <= _OWN
     return not own or x.is_meta or not is_plain()
 
 
+_OWN = {torch.Tensor, torch.nn.Parameter}
 # The classes of arguments that are no tensor subclass of others.
-USUAL = {torch.Tensor, torch.nn.Parameter, type(None)}
+USUAL = _OWN | {type(None)}
 
 
 def unseen_by_modes() -> AbstractContextManager:
