@@ -53,6 +53,9 @@ def num_jobs() -> int:
     """MAX_JOBS, else one per CPU and per GIB_PER_COMPILER GiB of memory, whichever is less."""
     asked = os.environ.get("MAX_JOBS")
     if asked:
-        return max(1, int(asked))
+        try:
+            return max(1, int(asked))
+        except ValueError:
+            raise BuildError(f"MAX_JOBS must be an integer, got {asked!r}") from None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return max(1, min(len(os.sched_getaffinity(0)), int(memory / GIB_PER_COMPILER)))

@@ -91,7 +91,11 @@ def find_nvcc() -> Path | None:
 
 
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
-    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    """(0, 0) if it does not run."""
+    try:
+        printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return 0, 0
     release = re.search(r"release (\d+)\.(\d+)", printed)
     return (int(release[1]), int(release[2])) if release else (0, 0)
 
@@ -125,7 +129,8 @@ def _fit_nvcc() -> Path:
         raise BuildError(f"nvcc {oldest} or newer: not in CUDA_HOME, CUDA_PATH or PATH")
     version = nvcc_version(nvcc)
     if version < OLDEST_NVCC:
-        raise BuildError(f"nvcc {oldest} or newer: {nvcc} is {'.'.join(map(str, version))}")
+        found = f"is {'.'.join(map(str, version))}" if any(version) else "prints no version"
+        raise BuildError(f"nvcc {oldest} or newer: {nvcc} {found}")
     return nvcc
 
 

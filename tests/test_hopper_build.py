@@ -21,6 +21,7 @@ if not (ROOT / "build_support").is_dir():
 from support.checkout import checkout_to_build_in
 
 from build_support import device_checks, ptxas, toolchain, units
+from build_support.build import num_jobs
 from build_support.ninja_file import ninja_text
 from build_support.toolchain import BuildError, find_toolchain, kernels_are_wanted
 from flashattn3.backends.device import SHARED_MEMORY_KIB
@@ -69,6 +70,20 @@ def test_nvcc_is_looked_for_where_cuda_home_says_alone(monkeypatch, tmp_path):
     assert toolchain.nvcc_version(nvcc) == (12, 3)
     with pytest.raises(BuildError, match=r"nvcc 12.4 or newer: .* is 12\.3"):
         find_toolchain()
+    for broken in ("#!/bin/sh\nexit 1\n", "#!/absent\n"):
+        nvcc.write_text(broken)
+        assert toolchain.nvcc_version(nvcc) == (0, 0)
+        with pytest.raises(BuildError, match=r"nvcc 12.4 or newer: .* prints no version"):
+            find_toolchain()
+
+
+def test_max_jobs_is_the_number_of_compilers(monkeypatch):
+    for asked, jobs in (("3", 3), ("0", 1)):
+        monkeypatch.setenv("MAX_JOBS", asked)
+        assert num_jobs() == jobs
+    monkeypatch.setenv("MAX_JOBS", "all")
+    with pytest.raises(BuildError, match="MAX_JOBS must be an integer, got 'all'"):
+        num_jobs()
 
 
 def test_units_name_every_field_of_their_row(tmp_path):
