@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = build_parser().parse_args(argv)
             return args.run(args)
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)
     except BrokenPipeError:  # the reader has ended, as in ``flashattn3 doctor | head -1``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 1

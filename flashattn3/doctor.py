@@ -72,7 +72,7 @@ def _versions() -> str:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda (of torch)": torch.version.cuda or "none: a CPU build",
-        "triton": triton_toolchain.installed_version() or "not installed",
+        "triton": triton_toolchain.installed_version() or "none",
     }
     return "\n".join(_line(name, found) for name, found in versions.items())
 

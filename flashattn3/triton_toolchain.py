@@ -19,13 +19,20 @@ Version = tuple[int, ...]
 
 def find_errors() -> list[str]:
     """One sentence for each part that is missing or does not fit, with its remedy."""
+    fit = wanted_triton() or "triton>=3.5"
     if importlib.util.find_spec("triton") is None:
-        return [f"Triton is not installed: pip install '{wanted_triton() or 'triton>=3.5'}'"]
+        return [f"Triton is not installed: pip install '{fit}'"]
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return [f"Triton does not import ({error}): pip install --force-reinstall '{fit}'"]
     found = (version_error(), ptxas_error(driver_cuda()), compiler_error(), header_error())
     return [error for error in found if error is not None]
 
 
 def installed_version() -> str | None:
+    """Its own word: the distribution of another name, or with a suffix, is as good. None if Triton
+    does not import."""
     try:
         import triton
     except ImportError:
@@ -43,7 +50,7 @@ def wanted_triton() -> str | None:
 
 
 def version_error() -> str | None:
-    found, wanted = metadata.version("triton"), wanted_triton()
+    found, wanted = installed_version(), wanted_triton()
     if wanted is not None and wanted != f"triton=={found}":
         return f"Triton {found} is installed, torch asks for another: pip install {wanted}"
     if _numbers(found) < OLDEST:

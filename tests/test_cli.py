@@ -104,6 +104,11 @@ def test_a_reader_that_ends_early_ends_the_command(options, monkeypatch):
         pipe.flush()
 
 
+def test_a_command_without_standard_output_ends_well(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # Python's, where a service or `>&-` closed it
+    assert main(["explain", "--device", "cpu"]) == 0
+
+
 @pytest.mark.parametrize("command", ["demo", "bench"])
 @pytest.mark.parametrize("case", ["file", "below a file", "no folder can be made", "taken name"])
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(

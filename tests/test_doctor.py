@@ -180,7 +180,7 @@ def test_a_missing_python_header_is_named(tmp_path, monkeypatch):
 )
 def test_a_triton_that_torch_did_not_ask_for_is_named(asked, installed, said, monkeypatch):
     monkeypatch.setattr(triton_toolchain.metadata, "requires", lambda name: ["sympy", asked])
-    monkeypatch.setattr(triton_toolchain.metadata, "version", lambda name: installed)
+    monkeypatch.setattr(triton_toolchain, "installed_version", lambda: installed)
     error = triton_toolchain.version_error()
     assert error is None if said is None else said in error
 
@@ -191,3 +191,12 @@ def test_a_missing_triton_is_named_with_the_one_for_this_torch(monkeypatch):
     assert triton_toolchain.find_errors() == [
         "Triton is not installed: pip install 'triton==3.8.0'"
     ]
+
+
+def test_a_triton_that_does_not_import_is_named_with_its_error(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('no libtriton.so')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from flashattn3 import doctor; "
+    printed = run_python(code + "print(doctor._versions(), doctor._triton())", TRITON_INTERPRET=None)
+    assert "triton           none" in printed
+    assert "Triton does not import (no libtriton.so): pip install --force-reinstall" in printed
