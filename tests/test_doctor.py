@@ -196,7 +196,8 @@ def test_a_missing_triton_is_named_with_the_one_for_this_torch(monkeypatch):
 def test_a_triton_that_does_not_import_is_named_with_its_error(tmp_path):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('no libtriton.so')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from flashattn3 import doctor; "
-    printed = run_python(code + "print(doctor._versions(), doctor._triton())", TRITON_INTERPRET=None)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from flashattn3 import doctor\n"
+    code += "print(doctor._versions(), doctor._triton())"
+    printed = run_python(code, TRITON_INTERPRET=None)
     assert "triton           none" in printed
     assert "Triton does not import (no libtriton.so): pip install --force-reinstall" in printed
