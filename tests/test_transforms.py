@@ -276,6 +276,17 @@ def test_compiled_with_a_length_in_a_scalar_of_torch_or_numpy(scalar, fresh_dyna
         torch.testing.assert_close(compiled(run)(*tensors, longest), run(*tensors, longest))
 
 
+def test_compiled_with_a_length_that_the_graph_computes(fresh_dynamo):
+    tensors = operands(varlen)
+
+    def run(q, k, v, edges):
+        longest = edges.diff().max().item()
+        return flash_attn_varlen_func(q, k, v, EDGES_Q, edges, longest + 4, longest)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch.testing.assert_close(compiled(run)(*tensors, EDGES_K), run(*tensors, EDGES_K))
+
+
 @pytest.mark.xfail(
     torch.__version__ < "2.9", reason="torch 2.8 does not trace methods of NamedTuple", strict=True
 )

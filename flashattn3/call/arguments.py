@@ -15,8 +15,8 @@ LARGEST = 2**63 - 1  # torch operators take int64
 
 def integer(function: str, name: str, value: object) -> int:
     """Convert to a 64-bit int; a bool raises TypeError."""
-    if type(value) is int and -LARGEST <= value <= LARGEST:
-        return value
+    if type(value) is int and (torch.compiler.is_compiling() or -LARGEST <= value <= LARGEST):
+        return value  # the compiler may know no bounds of it
     found = _scalar(value)
     if isinstance(found, bool) or not isinstance(found, (int, torch.SymInt)):
         raise type_error(function, name, "an int", shown(value))
