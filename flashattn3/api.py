@@ -270,7 +270,7 @@ def flash_attn_func(
             many tokens from the sequence's first key on, and joined in their order, in one kernel
             and one tile for all calls, so the bits of a row of out and lse depend on its query, its
             keys and this number alone: neither on the batch nor on seqlen_q. Not for 8 bits, nor
-            with slopes, bias, mask or return_max_logit. Gradients promise nothing.
+            with slopes, bias, mask, return_max_logit or seqused_q. Gradients promise nothing.
         qv, attention_chunk: not supported yet, an error if given.
         FlashAttention-2's keywords dropout_p and block_table are taken with the values 0 and None.
 
@@ -540,7 +540,7 @@ def flash_attn_fp8_func(
             (``call.dtypes.best_qk_dtype`` says why).
         smooth_k: subtract from k, before it is rotated, a vector for each head near its mean. No
             probability changes, and scores are finer where the keys have a large component in
-            common. Not with softcap.
+            common. Not with softcap or sinks.
         out_dtype: float16, bfloat16 or, on the reference backend, float32; None stands for q's.
         All other arguments are those of ``flash_attn_func``.
 
