@@ -1,5 +1,5 @@
-"""Writes the generated sources: a unit for the forward configs of a dtype and head dim, and one for
-each other config, and a registry of all of them.
+"""Writes the generated sources: a unit for the forward configs of a dtype and head dim, one for the
+decode configs of dtypes and a head dim, one for each backward config, and a registry of all.
 
 They go into the build folder, never into git, and only when their text has changed.
 """
@@ -40,8 +40,9 @@ def write_units(folder: Path, pattern: str) -> list[Path]:
     """Write the units of the configs that match the glob, and the registry; return their paths.
 
     A compiler reads the headers for three times as long as it compiles a config, so a unit has
-    several forwards. Backward kernels would get other machine code beside each other. Units of
-    other configs are deleted; their objects stay for the next build.
+    several. Backward kernels would get other machine code beside each other (shared memory of one
+    function in two kernels lies elsewhere), and so would decode kernels of 8-bit caches beside
+    others. Units of other configs are deleted; their objects stay for the next build.
     LIMITS_HEADER and TENSORS_HEADER are written beside the units.
     """
     table = load_kernel_configs()
@@ -126,9 +127,10 @@ constexpr int kMaxHeadDim = {max_head_dim};
 
 
 def unit_name(config) -> str:
-    if config.kind != "forward":
+    if config.kind == "backward":
         return config.name
-    return f"{_launch(config)}_{config.dtype}_d{config.head_dim}"
+    reads_bytes = config.kind == "decode" and config.num_byte_tiles > 0
+    return f"{_launch(config)}_{config.dtype}{'_bytes' * reads_bytes}_d{config.head_dim}"
 
 
 def unit(configs: list) -> str:
