@@ -375,6 +375,15 @@ def test_lists_of_a_wave_add_to_a_block_in_the_order_of_their_steps():
             assert [turn for *_, turn in sorted(of_block)] == list(range(len(of_block)))
 
 
+def test_a_density_does_not_follow_the_default_dtype():
+    torch.set_default_dtype(torch.float16)  # which holds no number of so many scores
+    try:
+        density = masks.window(512, -1).density
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert density.dtype == torch.float32 and density == 513 / 1024
+
+
 def test_a_drawing_shows_blocks():
     assert str(masks.documents([200, 56], causal=True)).split("\n") == [
         "Mask: 256 queries x 256 keys, 1 batch, 1 heads, 0.02 MiB, cpu; 33.1 % visible",

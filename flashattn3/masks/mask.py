@@ -80,9 +80,8 @@ class Mask:
     def density(self) -> Tensor:
         """The share of visible scores, float32 () on the mask's device."""
         grid = self.grid
-        return num_visible(self.of_queries, grid) / max(1, grid.rows * grid.columns) / (
-            max(1, grid.batch * grid.heads)
-        )  # fmt: skip
+        visible = num_visible(self.of_queries, grid).float()  # not torch's default dtype
+        return visible / max(1, grid.rows * grid.columns) / max(1, grid.batch * grid.heads)
 
     @property
     def grid(self) -> Grid:
