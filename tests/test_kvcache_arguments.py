@@ -264,6 +264,7 @@ TYPE_ERRORS = [
     ({"cache_seqlens": [5, 7]}, "cache_seqlens must be an int"),
     ({"rotary_interleaved": "y"}, "rotary_interleaved must be a bool, got 'y' (str)"),
     ({"k_cache": [1.0]}, "k_cache must be a torch.Tensor"),
+    ({"sinks": torch.Tensor}, "sinks must be a torch.Tensor, got <class 'torch.Tensor'>"),
     (prefix(prefix_page_table=3), "prefix_page_table must be a torch.Tensor, got 3"),
     *(
         (given | {name: given[name].as_subclass(Distributed)}, f"{name} must be a local tensor")

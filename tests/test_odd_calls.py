@@ -67,7 +67,7 @@ def _scalars() -> Iterator[Value]:
     plain = (None, True, False, 0, 1, 2, -1, -5, 7, 300, 2**31, 2**63, 2**70, 10**400, -(2**70))
     floats = (0.0, 0.25, 1.0, 1.5, -0.5, 1e300, 1e38, 1e39, 1e-40, math.nan, math.inf, -math.inf)
     texts = ("", "a", "1", "reference", "hopper", "bogus", b"1")
-    others = (1j, [], [1.0], ["a", "b"], {}, {"a": 1}, (), object(), int, len, np.float32, ...)
+    others = (1j, [], [1.0], ["a", "b"], {}, {"a": 1}, (), object(), int, len, np.float32, Tensor, ...)
     pairs = ((-1, -1), (3, 0), [2, 1], (-7, 2), (1.0, 2), (None, None), (1,), (1, 2, 3), (2**70, 0))
     pairs += ((None, 1), (np.int8(3), 1), [torch.tensor(-2), 1], ([1], [2]), (2**63, 0), (1, True))
     dtypes = (torch.float32, torch.float16, torch.float64, torch.int8, FP8, torch.int32)
@@ -515,7 +515,7 @@ def forms(value: object) -> list[str]:
     if value is None:
         return ["None", "without"]
     found = [type(value).__name__]
-    if getattr(value, "is_nested", False):
+    if getattr(value, "is_nested", False) is True:
         return [*found, "nested"]
     if isinstance(value, Tensor):
         found += [value.device, value.layout, "requires_grad", "a tensor", "with "]

@@ -212,7 +212,7 @@ def checked_key_of(function: str, tensors: Tensors) -> tuple:
     """``key_of``; TypeError for an argument that is no tensor, or a tensor without strides."""
     try:
         return key_of(tensors)
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, TypeError):
         check_tensor_types(function, tensors, tensors.cu_seqlens_q is not None)
         raise
 

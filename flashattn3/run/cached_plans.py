@@ -155,7 +155,7 @@ def checked_key_of(function: str, required: int, tensors: DecodeTensors | Append
         key = key_of(tensors)
         refused = tensors.v_cache is None or not USUAL.issuperset(map(type, tensors))
         refused = refused or (torch.is_grad_enabled() and _need_gradient(tensors))
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without strides
         refused = True
     if refused:
         check_tensors(function, required, **tensors._asdict())
