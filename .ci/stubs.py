@@ -1,5 +1,5 @@
-"""Writes the types of the public functions, flashattn3/api.pyi and kvcache_api.pyi, from their
-sources.
+"""Writes the types of the public functions whose arguments decide what they return, the .pyi files
+of flashattn3, from their sources.
 
 A function that returns the log-sum-exp on request has an overload for each answer, which would
 stand four times in the source. ``python .ci/stubs.py`` writes; a test compares.
@@ -13,18 +13,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flashattn3"
-STUBBED = ("api", "kvcache_api")
+STUBBED = ("api", "kvcache_api", "quantization/rotary_quantization")
 POSITIONAL_FLAGS = ("return_attn_probs", "return_softmax_lse")
 FLAGS = (*POSITIONAL_FLAGS, "return_lse", "return_max_logit")
 PLAIN, WITH_LSE, WITH_MORE = "Tensor", "tuple[Tensor, Tensor]", "tuple[Tensor, ...]"
-# The flags that are literal, and what then is returned; the last takes bools known at run time.
-OVERLOADS = (
-    (dict.fromkeys(FLAGS, False), PLAIN),
+TRUE, FALSE = "Literal[True]", "Literal[False]"
+DEFAULTS = (FALSE, "None")  # an argument of another type must be given
+# The types of arguments, and what then is returned; the last takes bools known at run time.
+OF_FLAGS = (
+    (dict.fromkeys(FLAGS, FALSE), PLAIN),
     *(
-        ({flag: True, "return_max_logit": False}, WITH_LSE)
+        ({flag: TRUE, "return_max_logit": FALSE}, WITH_LSE)
         for flag in ("return_lse", *POSITIONAL_FLAGS)
     ),
-    ({"return_max_logit": True}, WITH_MORE),
+    ({"return_max_logit": TRUE}, WITH_MORE),
+    ({}, None),
+)
+ONE, THREE = "BlockScaled", "tuple[BlockScaled, BlockScaled, BlockScaled]"
+OF_TENSORS = (  # of rotate_and_quantize
+    ({"k": "None", "v": "None", "num_heads_q": "None"}, ONE),
+    ({"k": "None", "v": "None", "num_heads_q": "int"}, THREE),
+    ({"k": "Tensor", "v": "Tensor", "num_heads_q": "None"}, THREE),
     ({}, None),
 )
 
@@ -47,33 +56,36 @@ def stub(source: str) -> str:
 
 def overloads(function: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
     names = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
-    if not function.name.startswith("flash_attn_") or "return_lse" not in names:
+    table = OF_FLAGS
+    if function.name == "rotate_and_quantize":
+        table = OF_TENSORS
+    elif not function.name.startswith("flash_attn_") or "return_lse" not in names:
         function.decorator_list = []
         yield bodiless(function)
         return
-    for literals, returned in OVERLOADS:
-        if all(flag in names for flag, value in literals.items() if value):
+    for types, returned in table:
+        required = {name for name, type in types.items() if type not in DEFAULTS}
+        if required <= names:
             returned = returned or ast.unparse(function.returns)
-            yield overload(copy.deepcopy(function), literals, returned)
+            yield overload(copy.deepcopy(function), types, required, returned)
 
 
-def overload(function: ast.FunctionDef, literals: dict[str, bool], returned: str):
-    """With these flags literal; one that must be given has no default, so only a keyword may be."""
+def overload(function: ast.FunctionDef, types: dict[str, str], required: set[str], returned: str):
+    """With arguments of these types; a required one has no default, so a flag is keyword-only."""
     function.decorator_list = [ast.Name("overload")]
     function.returns = ast.parse(returned).body[0].value
     given = function.args
-    for flag in POSITIONAL_FLAGS:
-        if not literals.get(flag):
-            continue
+    for flag in required.intersection(POSITIONAL_FLAGS):
         position = [argument.arg for argument in given.args].index(flag)
         given.kwonlyargs.insert(0, given.args.pop(position))
         given.defaults.pop()
         given.kw_defaults.insert(0, None)
     for argument in (*given.args, *given.kwonlyargs):
-        if argument.arg in literals:
-            argument.annotation = ast.parse(f"Literal[{literals[argument.arg]}]").body[0].value
+        if argument.arg in types:
+            argument.annotation = ast.parse(types[argument.arg]).body[0].value
+    given.defaults = given.defaults[sum(argument.arg in required for argument in given.args) :]
     for index, argument in enumerate(given.kwonlyargs):
-        if literals.get(argument.arg):
+        if argument.arg in required:
             given.kw_defaults[index] = None
     return bodiless(function)
 

@@ -27,6 +27,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     quantize_block_fp8,
+    rotate_and_quantize,
     use_backend,
 )
 
@@ -52,7 +53,10 @@ def attend(verbose: bool) -> torch.Tensor:
 
 
 scaled: BlockScaled = quantize_block_fp8(q)
-block: int = scaled.block
+scaled = rotate_and_quantize(q, norm_eps=1e-5)
+q8, k8, v8 = rotate_and_quantize(q, None, None, q, q, num_heads_q=4)
+q8, k8, v8 = rotate_and_quantize(q, q, q)
+block: int = q8.block
 seqlen: int = scaled.shape[1]
 with use_backend("reference"):
     name: str = explain(q, q, q, causal=True).backend

@@ -70,8 +70,8 @@ def rotate_and_quantize(
         cu_seqlens, max_seqlen, block, hadamard: as in ``quantize_block_fp8``.
         qk_dtype, smooth_k: as in ``flash_attn_fp8_func``; the mean is that of rotated keys.
 
-    Returns: q, k and v, or q, as ``flash_attn_func`` takes them. Their tensors may be parts of one
-        allocation, which lives as long as one of them: ``clone()`` what is kept alone.
+    Returns: q, k and v, or q alone, as ``flash_attn_func`` takes them. Tensors in them may be parts
+        of one allocation, which lives as long as one of them: clone those that are kept alone.
 
     Differentiable with respect to q, k, v and the norms' weights where attention takes the results:
     its gradient at the quantized values passes straight through the rounding. A norm keeps its
