@@ -18,6 +18,7 @@ import torch
 from helpers import GPU, ROOT, run_program, run_python
 
 from flashattn3.cli import build_parser
+from flashattn3_bench.command import SUITES
 
 if not (ROOT / "README.md").is_file():
     pytest.skip("needs a source checkout", allow_module_level=True)
@@ -70,6 +71,12 @@ def test_the_code_blocks_of_a_page_are_one_program_that_runs(path):
             compile(example.parsed, name_of(path), "exec")
         else:
             example.evaluate()
+
+
+def test_every_suite_of_the_benchmarks_is_described():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for suite in SUITES:
+        assert f"\n| `{suite}` |" in page and f"\n- `{suite}`:" in page, suite
 
 
 def test_the_pages_that_show_calls_are_run():
