@@ -335,8 +335,15 @@ def check_calls_like_an_earlier_one(host):
         out = function(*meta, causal=True)
         assert out.is_meta and out.shape == (2, 56, 4, 64)
         q, k, v = given(is_bhsd)
-        with pytest.raises(ValueError, match=r"k.dtype must be torch.bfloat16"):
-            function(q.requires_grad_(gradients), k.half(), v, causal=True)
+        for other, message in (
+            (k.half(), "k.dtype must be torch.bfloat16"),
+            (k.to("meta"), "k.device must be cpu"),  # torch computes its own operators with such
+            (k.to_sparse(), "k.layout must be torch.strided"),  # no operator takes it
+        ):
+            for score in ({}, {"sinks": torch.zeros(4)}):
+                function(q.requires_grad_(gradients), k, v, causal=True, **score)
+                with pytest.raises((TypeError, ValueError), match=rf"func: {message}"):
+                    function(q, other, v, causal=True, **score)
 
 
 def launches_of_three(host, call):

@@ -167,7 +167,8 @@ def operator_is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def have_data(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether q, k and v have data: none is of a subclass or on the meta device."""
-    return type(q) is type(k) is type(v) is Tensor and not q.is_meta
+    plain = type(q) is type(k) is type(v) is Tensor
+    return plain and not (q.is_meta or k.is_meta or v.is_meta)
 
 
 def is_score_watched(tensors: Tensors, is_mask_known: bool = False) -> bool:
