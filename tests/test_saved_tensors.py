@@ -144,6 +144,9 @@ def test_the_gradient_keeps_what_was_in_force_in_its_forward(device, monkeypatch
 def test_a_node_is_used_only_where_torch_has_the_known_operator(kind, node, monkeypatch):
     torch_version = f"torch {torch.__version__}"
     if kind == "switch":
+        for on in ("", "true"):
+            monkeypatch.setenv(aten_node.SWITCH, on)
+            assert aten_node.unusable_reason.__wrapped__(node) is None
         monkeypatch.setenv(aten_node.SWITCH, "0")
         wanted = "FLASHATTN3_AUTOGRAD_NODE=0"
     elif kind == "schema":

@@ -131,7 +131,12 @@ def _spans_of_lengths(lengths: Tensor, seqlen: int) -> tuple[Tensor, Tensor, Ten
     return begins, ends, document < edges.shape[-1] - 1
 
 
-def prefix_lm(prefix_lengths: Sequence[int] | Tensor, seqlen: int, *, device=None) -> Mask:
+def prefix_lm(
+    prefix_lengths: Sequence[int] | Tensor,
+    seqlen: int,
+    *,
+    device: torch.device | str | None = None,
+) -> Mask:
     """All tokens see the prefix, each one behind it the tokens before itself too.
 
     Args:

@@ -88,6 +88,7 @@ class Mask:
         return Grid(*self.shape)
 
     def to(self, device: torch.device | str) -> Mask:
+        """The mask with its tensors on a device."""
         return _pytree.tree_map(lambda x: x.to(device), self)
 
     def to_bool(self) -> Tensor:

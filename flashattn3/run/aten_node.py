@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..call.value_checks import OFF
+
 SWITCH = "FLASHATTN3_AUTOGRAD_NODE"
 
 
@@ -76,8 +78,8 @@ NODES = OF_SIDES, OF_SCORE
 @cache
 def unusable_reason(node: AtenNode) -> str | None:
     """Why calls with gradients get a node in Python, or None."""
-    switch = os.environ.get(SWITCH, "1")
-    if switch != "1":
+    switch = os.environ.get(SWITCH) or "1"
+    if switch.lower() in OFF:
         return f"{SWITCH}={switch}"
     if torch.__version__ < node.oldest:
         return f"torch {torch.__version__} is older than {'.'.join(map(str, node.oldest))}"
