@@ -99,6 +99,7 @@ def test_the_sdist_holds_every_file_that_is_no_result(source):
         wanted = {path for path in files(ROOT) if path.startswith(f"{name}/")}
         assert {path for path in wanted if "cache" not in path} <= packed
     beside = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "LICENSE", "benchmarks/README.md")
+    beside += (".clang-format", "benchmarks/tune.py")
     assert packed >= set(beside)
 
 
