@@ -37,6 +37,10 @@ def type_error(function: str, what: str, wanted: object, got: object) -> TypeErr
     return TypeError(complaint(function, what, wanted, got))
 
 
-def expect(condition: bool, function: str, what: str, wanted: object, got: object) -> None:
+def expect(
+    condition: bool, function: str, what: str, wanted: object, got: object, *sizes: object
+) -> None:
+    """sizes: fill the braces of ``wanted``. In an f-string torch.compile makes a constant of a
+    symbolic size, and each further size is compiled again."""
     if not condition:
-        raise value_error(function, what, wanted, got)
+        raise value_error(function, what, str(wanted).format(*sizes) if sizes else wanted, got)

@@ -14,6 +14,7 @@ from support.cases import FORWARD_CASES, call
 from support.fp8 import FORMS, make_fp8_inputs
 from support.inputs import make_inputs
 from support.tolerance import FP8_LSE_TOLERANCE, check_exp2_lse, check_lse, score_floor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import pad
 
 from flashattn3 import (
@@ -438,16 +439,19 @@ def test_compiled_calls(dynamic, dtype, device):
     def raw(q, k, v, descale):
         return flash_attn_func(q.to(dtype), k.to(dtype), v.to(FP8), k_descale=descale)
 
-    for rows in ((70, 130), (90, 150)):
-        q, k, v = (torch.randn(2, s, 2, 32, device=device).half() for s in (*rows, rows[1]))
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+    for batch, *rows in ((3, 70, 130), (5, 90, 150)):
+        q, k, v = (torch.randn(batch, s, 2, 32, device=device).half() for s in (*rows, rows[1]))
         for function, arguments in (
             (block_scaled, (q, k, v)),
-            (raw, (q, k, v, torch.rand(2, 2, device=device))),
+            (raw, (q, k, v, torch.rand(batch, 2, device=device))),
         ):
-            compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+            compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
             torch.testing.assert_close(
                 compiled(*arguments), function(*arguments), rtol=2e-2, atol=2e-2
             )
+        counts.append(counter.frame_count)
+    assert not dynamic or counts[0] == counts[1]
     torch._dynamo.reset()
 
 

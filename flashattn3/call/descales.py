@@ -68,9 +68,9 @@ def check_scaled(
     expect(not v.hadamard, function, "v.hadamard", "False: out would stay rotated", v.hadamard)
     _check_means(function, q, k, v, batch)
     heads_q, heads_kv = q.data.shape[-2], k.data.shape[-2]
-    of_k = f"{heads_kv} (k's heads)"
+    of_k = "{} (k's heads)"
     for name, heads, wanted in (
-        ("q", (heads_q, heads_kv), f"{of_k} or {heads_q} (q's)"),
+        ("q", (heads_kv, heads_q), of_k + " or {} (q's)"),
         ("k", (heads_kv,), of_k),
         ("v", (heads_kv,), of_k),
     ):
@@ -82,7 +82,7 @@ def check_scaled(
         block = block_of(function, name, sides, options, varlen)
         shape = tuple(descale.shape)
         expect(shape[0] == batch, function, f"{what}.shape[0]", f"{batch} (batch)", shape[0])
-        expect(shape[1] in heads, function, f"{what}.shape[1]", wanted, shape[1])
+        expect(shape[1] in heads, function, f"{what}.shape[1]", wanted, shape[1], *heads)
         check_float32(function, what, descale, q.data.device, "q")
         if block == 0:  # there are no tokens
             continue

@@ -51,8 +51,8 @@ def check_mask(
     lengths = (q.shape[1], seqlen_k), (seqlen_k, q.shape[1])
     shared = tensors[0].shape[:2]
     for name, found, size in zip(("batch", "heads"), shared, sizes, strict=True):
-        wanted = f"{size} as q's, or 1"
-        expect(found == size or found == 1, function, f"mask.{name}", wanted, found)
+        fits, wanted = found == size or found == 1, "{} as q's, or 1"
+        expect(fits, function, f"mask.{name}", wanted, found, size)
     for (rows, columns), (entries, work, tiles) in zip(
         lengths, (tensors[:3], tensors[3:]), strict=True
     ):
@@ -61,7 +61,8 @@ def check_mask(
         dtypes = torch.int32, torch.int32, torch.int64
         for x, shape, dtype in zip((entries, work, tiles), shapes, dtypes, strict=True):
             fits = tuple(x.shape) == tuple(shape) and x.dtype == dtype
-            expect(fits, function, "mask", f"{dtype} {tuple(shape)}", (x.dtype, tuple(x.shape)))
+            got = x.dtype, tuple(x.shape)
+            expect(fits, function, "mask", "{} {}", got, dtype, tuple(shape))
             check_device(function, "mask", x, q.device, "q")
 
 

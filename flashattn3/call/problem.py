@@ -161,15 +161,15 @@ def check(tensors: Tensors | tuple[Metadata | Scaled | None, ...], options: Opti
         entries = tensors.cu_seqlens_q.shape[0]
         expect(entries >= 1, function, "cu_seqlens_q.shape[0]", "batch + 1 >= 1", entries)
         got = tensors.cu_seqlens_k.shape[0]
-        expect(got == entries, function, "cu_seqlens_k.shape[0]", f"{entries} (batch + 1)", got)
+        expect(got == entries, function, "cu_seqlens_k.shape[0]", "{} (batch + 1)", got, entries)
+    batch = entries - 1 if varlen else q.shape[0]
     for side, (_, seqused) in lengths.items():
         name = f"seqused_{side}"
         _check_index(function, name, seqused, q.device, required=False)
         if seqused is not None:
             expect(varlen, function, name, "None without cu_seqlens", "a tensor")
             got = seqused.shape[0]
-            expect(got == entries - 1, function, f"{name}.shape[0]", f"{entries - 1} (batch)", got)
-    batch = entries - 1 if varlen else q.shape[0]
+            expect(got == batch, function, f"{name}.shape[0]", "{} (batch)", got, batch)
     sides = {name: as_scaled(getattr(tensors, name)) for name in SIDES}
     if sides["k"].mean is not None:
         expect_shared_shift(options, tensors.sinks, "where k has a mean")
@@ -224,22 +224,20 @@ def _check_qkv(function: str, q: Metadata, k: Metadata, v: Metadata, varlen: boo
         expect(tensor.dtype == dtype, function, f"{name}.dtype", wanted, tensor.dtype)
         check_device(function, name, tensor, q.device, "q")
         if not varlen:
-            got = tensor.shape[0]
-            expect(
-                got == q.shape[0], function, f"{name}.shape[0]", f"{q.shape[0]} (q's batch)", got
-            )
+            got, batch = tensor.shape[0], q.shape[0]
+            expect(got == batch, function, f"{name}.shape[0]", "{} (q's batch)", got, batch)
     for axis, what in ((-3, "seqlen"), (-2, "heads")):
         wanted, got = k.shape[axis], v.shape[axis]
-        expect(got == wanted, function, f"v.shape[{axis}]", f"{wanted} (k's {what})", got)
-    got = k.shape[-1]
-    expect(got == q.shape[-1], function, "k.shape[-1]", f"{q.shape[-1]} (q's head_dim)", got)
+        expect(got == wanted, function, f"v.shape[{axis}]", "{} (k's {})", got, wanted, what)
+    wanted, got = q.shape[-1], k.shape[-1]
+    expect(got == wanted, function, "k.shape[-1]", "{} (q's head_dim)", got, wanted)
     for name, tensor in (("q", q), ("v", v)):
         expect(tensor.shape[-1] >= 1, function, f"{name}.shape[-1]", "at least 1", tensor.shape[-1])
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     expect(heads_kv >= 1, function, "k.shape[-2]", "at least 1 head", heads_kv)
     expect(heads_q >= 1, function, "q.shape[-2]", "at least 1 head", heads_q)
     divisible = heads_q % heads_kv == 0
-    expect(divisible, function, "q.shape[-2]", f"a multiple of k's {heads_kv} heads", heads_q)
+    expect(divisible, function, "q.shape[-2]", "a multiple of k's {} heads", heads_q, heads_kv)
 
 
 def _check_index(function: str, name: str, index: Metadata | None, device, required: bool) -> None:

@@ -58,8 +58,8 @@ def check_scores(
         sizes = (batch, heads, q.shape[1], seqlen_k)
         shared = tuple(zip(bias.shape, sizes, (True, True, False, False), strict=True))
         fits = all(found == size or (may and found == 1) for found, size, may in shared)
-        wanted = f"{sizes}, where the first two may be 1"
-        expect(fits, function, "bias.shape", wanted, tuple(bias.shape))
+        wanted = "{}, where the first two may be 1"
+        expect(fits, function, "bias.shape", wanted, tuple(bias.shape), sizes)
         _expect_dtype(function, "bias", bias, _dtypes_beside(q.dtype))
         check_device(function, "bias", bias, q.device, "q")
 
@@ -69,7 +69,7 @@ def check_sinks(function: str, q: Metadata, sinks: Metadata | None) -> None:
     if sinks is None:
         return
     wanted, found = (q.shape[-2],), tuple(sinks.shape)
-    expect(found == wanted, function, "sinks.shape", f"{wanted} (num_heads_q)", found)
+    expect(found == wanted, function, "sinks.shape", "{} (num_heads_q)", found, wanted)
     _expect_dtype(function, "sinks", sinks, (torch.float32, *_dtypes_beside(q.dtype)))
     check_device(function, "sinks", sinks, q.device, "q")
 
@@ -79,9 +79,10 @@ def check_slopes(function: str, q: Metadata, batch: int, slopes: Metadata | None
     if slopes is None:
         return
     heads, shape = q.shape[-2], tuple(slopes.shape)
-    fits = shape == (heads,) or shape == (batch, heads)  # torch.compile finds no symbols by "in"
-    wanted = f"{(heads,)} (num_heads_q,) or {(batch, heads)} (batch, num_heads_q)"
-    expect(fits, function, "alibi_slopes.shape", wanted, shape)
+    legal = (heads,), (batch, heads)
+    fits = shape == legal[0] or shape == legal[1]  # torch.compile finds no symbols by "in"
+    wanted = "{} (num_heads_q,) or {} (batch, num_heads_q)"
+    expect(fits, function, "alibi_slopes.shape", wanted, shape, *legal)
     _expect_dtype(function, "alibi_slopes", slopes, (torch.float32,))
     check_device(function, "alibi_slopes", slopes, q.device, "q")
 
