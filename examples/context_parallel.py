@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", default=[65536])
     parser.add_argument("--results", help="append a JSON line for each length to this file")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        raise SystemExit(__doc__)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))

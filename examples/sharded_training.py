@@ -45,6 +45,8 @@ def gradients(model, x):
 
 
 def main() -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit(__doc__)
     gpu = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

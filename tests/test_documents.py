@@ -99,10 +99,13 @@ def test_an_example_runs(path, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWO_PROCESSES)
 def test_an_example_of_two_processes_runs(name, tmp_path):
+    alone = [sys.executable, str(ROOT / "examples" / name)]
+    done = subprocess.run(alone, capture_output=True, text=True, timeout=300)
+    assert f"\n\ntorchrun --nproc-per-node 2 examples/{name}" in done.stderr
     if name == TWO_GPUS and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name)]
+    command = [alone[0], *launcher, alone[1]]
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     variables.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
