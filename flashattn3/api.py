@@ -24,7 +24,7 @@ from .call.operands import (
     with_keys_in_rows,
 )
 from .call.public import public
-from .errors import expect, shown, type_error, value_error
+from .errors import expect, shown, value_error
 from .explanation import Explanation, explained
 from .masks.arguments_of_calls import call_tensors
 from .masks.mask import Mask
@@ -137,8 +137,6 @@ def _tensors(options: Options, q, k, v, lengths=(None,) * 4, scores=None, mask=N
 
 
 def _unpacked(function: str, qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    if not isinstance(qkv, Tensor):
-        raise type_error(function, "qkv", "a torch.Tensor", shown(qkv))
     expect_strided(function, "qkv", qkv)
     if num_heads_q is None:
         if qkv.ndim != 5 or qkv.shape[2] != 3:
@@ -170,8 +168,6 @@ def _parts(function: str, name: str, packed: Tensor, axes: str) -> tuple[Tensor,
 
 
 def _tensor(function: str, name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise type_error(function, name, "a torch.Tensor", shown(value))
     expect_strided(function, name, value)
     return value
 

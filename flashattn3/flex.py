@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .call.arguments import boolean
+from .call.arguments import boolean, expect_strided
 from .call.fields import CALL, Options
 from .call.operands import NO_SCORES, Tensors
 from .errors import UnsupportedError, complaint, expect, shown, type_error, value_error
@@ -91,8 +91,7 @@ def flex_attention(
     with_lse = return_lse or getattr(return_aux, "lse", False)
     _refuse(score_mod, kernel_options, return_lse, return_aux)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise type_error(FUNCTION, name, "a torch.Tensor", shown(x))
+        expect_strided(FUNCTION, name, x)
         wanted = "(batch, heads, seqlen, head_dim)"
         expect(x.ndim == 4, FUNCTION, f"{name}.shape", wanted, tuple(x.shape))
     if not enable_gqa:

@@ -162,6 +162,7 @@ TWO = torch.tensor((0, 150, 300), dtype=torch.int32)
 WRONG = {
     "few positions": ((Q, K, V, COS[:99], SIN[:99]), {}, r"rotary_cos.shape\[0\] must be >= 150"),
     "sin": ((Q, K, V, COS, SIN[:, :16]), {}, r"rotary_sin.shape must be \(200, 32\)"),
+    "sparse sin": ((Q, K, V, COS, SIN.to_sparse()), {}, "rotary_sin.layout must be torch.strided"),
     "sin's dtype": ((Q, K, V, COS, SIN.bfloat16()), {}, "rotary_sin.dtype must be one of"),
     "gradient of tables": (
         (Q, K, V, COS.clone().requires_grad_(), SIN), {}, r"rotary_cos\.requires_grad must",

@@ -15,8 +15,8 @@ LARGEST = 2**63 - 1  # torch operators take int64
 
 def integer(function: str, name: str, value: object) -> int:
     """Convert to a 64-bit int; a bool raises TypeError."""
-    if type(value) is int and (torch.compiler.is_compiling() or -LARGEST <= value <= LARGEST):
-        return value  # the compiler may know no bounds of it
+    if type(value) is int and -LARGEST <= value <= LARGEST:
+        return value
     found = _scalar(value)
     if isinstance(found, bool) or not isinstance(found, (int, torch.SymInt)):
         raise type_error(function, name, "an int", shown(value))
@@ -71,16 +71,20 @@ def length(function: str, name: str, value: object) -> int | None:
         if value.ndim or value.is_floating_point() or value.is_complex():
             raise type_error(function, name, "an int", shown(value))
         return None
-    found = integer(function, name, value)
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    unknown = compiling and type(value) is int  # the compiler may know no bounds of it
+    found = value if unknown else integer(function, name, value)
+    if compiling:
         torch._check(found >= 0)
     elif found < 0:
         raise value_error(function, name, ">= 0", found)
     return found
 
 
-def expect_strided(function: str, name: str, tensor: Tensor) -> None:
-    """Raise TypeError for a tensor without strides: sparse, mkldnn or nested."""
+def expect_strided(function: str, name: str, tensor: object) -> None:
+    """Raise TypeError for what is no tensor, or one without strides: sparse, mkldnn or nested."""
+    if not isinstance(tensor, Tensor):
+        raise type_error(function, name, "a torch.Tensor", shown(tensor))
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         raise type_error(function, f"{name}.layout", "torch.strided, of a plain tensor", layout)

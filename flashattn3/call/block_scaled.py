@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import shown, type_error, value_error
 from . import hadamard as rotation
 from . import permuted_v
+from .arguments import expect_strided
 from .token_positions import TokenPositions, of_sequences, of_tokens, token_positions
 
 LAYOUTS = ("rows", "permuted")
@@ -54,8 +55,8 @@ class BlockScaled:
     def __post_init__(self) -> None:
         for name in _TENSORS:
             x, optional = getattr(self, name), name not in ("data", "descale")
-            if not (isinstance(x, Tensor) or (optional and x is None)):
-                raise type_error("BlockScaled", name, "a torch.Tensor", shown(x))
+            if not (optional and x is None):
+                expect_strided("BlockScaled", name, x)
         if self.layout not in LAYOUTS:
             raise value_error("BlockScaled", "layout", f"one of {LAYOUTS}", repr(self.layout))
         shape = self.data.shape if self.layout == "rows" else self.shape

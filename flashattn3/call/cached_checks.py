@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError, complaint, expect, shown, type_error
+from ..errors import UnsupportedError, complaint, expect
 from ..modes import refuse_jit_trace, refuse_tangents, refuse_transforms
 from .arguments import expect_local, expect_strided
 from .cache_descales import check_descales, check_q_descale, check_written_descales
@@ -47,12 +47,9 @@ def check_tensors(function: str, required: int, **tensors: object) -> None:
     for index, (name, x) in enumerate(tensors.items()):
         if x is None and index >= required:
             continue
-        if not isinstance(x, Tensor):
-            raise type_error(function, name, "a torch.Tensor", shown(x))
-        if type(x) is not Tensor:
-            expect_local(function, name, x)
-        if x.layout is not torch.strided or x.is_nested:
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
             expect_strided(function, name, x)
+            expect_local(function, name, x)
         if wants_gradient and x.requires_grad:
             sentence = complaint(function, f"{name}.requires_grad", False, True)
             raise UnsupportedError(

@@ -339,18 +339,15 @@ def check_tensor_types(function: str, tensors: Tensors, varlen: bool) -> None:
     for index, (name, value) in enumerate(tensors_by_name(tensors).items()):
         if value is None and index >= required:
             continue
-        if type(value) is not Tensor:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_nested:
             _check_class(function, name, value, check_distributed)
-        if value.layout is not torch.strided or value.is_nested:
-            expect_strided(function, name, value)
 
 
 def _check_class(
     function: str, name: str, value: object, check_distributed: Callable | None
 ) -> None:
     """check_distributed: of a call on DTensors, ``check_dtensor``."""
-    if not isinstance(value, Tensor):
-        raise type_error(function, name, "a torch.Tensor", shown(value))
+    expect_strided(function, name, value)
     if check_distributed is not None and is_distributed(value):
         return check_distributed(function, name, value)
     expect_local(function, name, value)

@@ -6,7 +6,8 @@ import re
 
 from torch import Tensor
 
-from ..errors import expect, shown, type_error
+from ..call.arguments import expect_strided
+from ..errors import expect
 from ..kvcache_api import flash_attn_with_kvcache
 
 
@@ -38,8 +39,7 @@ def attend_to_pages(
     if seqused_k is None:
         wanted = "given with a block table, or seqused_k"
         expect(cu_seqlens_k is not None, function, "cu_seqlens_k", wanted, None)
-        if not isinstance(cu_seqlens_k, Tensor):
-            raise type_error(function, "cu_seqlens_k", "a torch.Tensor", shown(cu_seqlens_k))
+        expect_strided(function, "cu_seqlens_k", cu_seqlens_k)
         lengths, seqused_k = "cu_seqlens_k.diff()", cu_seqlens_k.diff()
     try:
         return flash_attn_with_kvcache(

@@ -11,7 +11,7 @@ from ..call.arguments import boolean, expect_local, expect_strided, integer
 from ..call.block_scaled import LAYOUTS, BlockScaled
 from ..call.dtypes import EIGHT_BIT, FP8, INT8
 from ..call.quantization_limits import BLOCKS
-from ..errors import expect, shown, type_error, value_error
+from ..errors import expect, type_error, value_error
 from ..modes import refuse_gradients
 from .lengths import checked_lengths
 
@@ -122,8 +122,6 @@ def comes_permuted(v: Tensor) -> bool:
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
     """Raise for invalid arguments, except those of a varlen batch."""
-    if not isinstance(x, Tensor):
-        raise type_error(_FUNCTION, "x", "a torch.Tensor", shown(x))
     expect_strided(_FUNCTION, "x", x)
     expect_local(_FUNCTION, "x", x)
     if x.dtype not in SOURCES:

@@ -25,7 +25,7 @@ from ..call.operands import (
 )
 from ..call.problem import check
 from ..call.tensor_checks import check_given
-from ..errors import UnsupportedError, complaint, expect, shown, type_error
+from ..errors import UnsupportedError, complaint, expect, shown
 from ..modes import refuse_tangents
 from .derivative import differentiated
 from .operators import forward_watched, operator_is_watched, plan_of, returned
@@ -129,8 +129,6 @@ def _check_sum(function: str, name: str, given: Tensor | None, side: Tensor) -> 
 def _check_tensor(
     function: str, name: str, x: Tensor, q: Tensor, shape: tuple, dtype: torch.dtype
 ) -> None:
-    if not isinstance(x, Tensor):
-        raise type_error(function, name, "a torch.Tensor", shown(x))
     expect_strided(function, name, x)
     check_given(function, name, x, shape, dtype, q.device, "q")
     _refuse_gradients(function, **{name: x})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.arguments import integer
+from ..call.arguments import expect_strided, integer
 from ..call.cache_descales import is_of_sequences, is_one_number
 from ..call.cached import DecodeOptions, DecodeTensors, Lengths, lse_shape
 from ..call.cached_checks import check_tensors
@@ -22,7 +22,7 @@ from ..call.cached_value_checks import check_prefix_values
 from ..call.metadata import metadata_of
 from ..call.tensor_checks import check_dense, check_device
 from ..call.value_checks import is_checked
-from ..errors import UnsupportedError, complaint, expect, shown, type_error, value_error
+from ..errors import UnsupportedError, complaint, expect, value_error
 from .cached_plans import checked_call, combine_of, lse_dtype, run_checked
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def prefix_of(function: str, page_table: object, length: object) -> Prefix | Non
     ):
         if given is None:
             raise value_error(function, name, f"given with {other}", None)
-    if not isinstance(page_table, Tensor):
-        raise type_error(function, "prefix_page_table", "a torch.Tensor", shown(page_table))
+    expect_strided(function, "prefix_page_table", page_table)
     shape = tuple(page_table.shape)
     expect(shape[:1] == (1,) and len(shape) == 2, function, "prefix_page_table.shape",
            "(1, pages)", shape)  # fmt: skip
