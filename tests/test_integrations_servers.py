@@ -256,10 +256,15 @@ def test_a_layer_of_vllm(writes, vllm_registry, batch):
             backend.get_impl_cls()(HEADS, DIM, 1.0, **refused)
 
 
-def test_sglang_gets_our_functions(monkeypatch):
+def test_sglang_gets_our_functions(monkeypatch, batch):
     class FlashAttentionBackend:
         def __init__(self, runner):
             self.flash_attn_with_kvcache = self._get_scheduler_metadata = "SGLang's"
+            self.num_splits = int(runner.server_args.enable_deterministic_inference)
+
+    def runner(mla=False, deterministic=False):
+        args = SimpleNamespace(enable_deterministic_inference=deterministic)
+        return SimpleNamespace(use_mla_backend=mla, server_args=args)
 
     choices, backends = ["fa3"], {}
     args = {"ATTENTION_BACKEND_CHOICES": choices, "add_attention_backend_choices": choices.extend}
@@ -275,14 +280,22 @@ def test_sglang_gets_our_functions(monkeypatch):
     sglang.register()
     sglang.register()
     assert choices == ["fa3", "flashattn3"]
-    backend = backends["flashattn3"](SimpleNamespace(use_mla_backend=False))
+    backend = backends["flashattn3"](runner())
     module = sys.modules["sglang.srt.layers.attention.flashattention_backend"]
     for of in (backend, module):
         assert of.flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
         assert of.flash_attn_varlen_func is flash_attn_3.flash_attn_varlen_func
     assert backend._get_scheduler_metadata is None
     with pytest.raises(UnsupportedError, match="use_mla_backend must be False"):
-        backends["flashattn3"](SimpleNamespace(use_mla_backend=True))
+        backends["flashattn3"](runner(mla=True))
+    backend = backends["flashattn3"](runner(deterministic=True))
+    call = {"page_table": batch.table, "cu_seqlens_q": batch.edges, "max_seqlen_q": 5}
+    call |= {"cache_seqlens": batch.lengths, "causal": True}
+    caches = batch.q, batch.k, batch.v
+    found = backend.flash_attn_with_kvcache(*caches, **call, num_splits=backend.num_splits)
+    wanted = flash_attn_3.flash_attn_with_kvcache(*caches, **call, split_tokens=1024)
+    assert torch.equal(found, wanted)
+    assert module.flash_attn_varlen_func.keywords == {"split_tokens": 1024}
 
 
 @pytest.mark.parametrize(("module", "name"), [(vllm, "vllm"), (sglang, "sglang")])

@@ -11,6 +11,9 @@ replaced, for this process. Written against SGLang 0.5.23.
 
 from __future__ import annotations
 
+from functools import partial
+
+from ..call.batch_invariance import DEFAULT_SPAN
 from ..errors import UnsupportedError, complaint, shown
 from .flash_attn_3 import flash_attn_varlen_func, flash_attn_with_kvcache
 from .libraries import import_library
@@ -36,7 +39,8 @@ def register() -> None:
 
 def make_backend(runner):
     """SGLang's FlashAttentionBackend for a model runner, on our functions. It computes no scheduler
-    metadata, which ours never need.
+    metadata, which ours never need. With enable_deterministic_inference every call has split_tokens
+    in place of SGLang's num_splits=1, with which bits depend on the batch.
 
     Raises: UnsupportedError: the model has latent attention (MLA), which needs qv.
     """
@@ -45,10 +49,13 @@ def make_backend(runner):
         raise UnsupportedError(sentence)
     from sglang.srt.layers.attention import flashattention_backend as module
 
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache
-    module.flash_attn_varlen_func = flash_attn_varlen_func
+    functions = {x.__name__: x for x in (flash_attn_with_kvcache, flash_attn_varlen_func)}
+    is_deterministic = runner.server_args.enable_deterministic_inference
+    if is_deterministic:
+        functions = {name: partial(x, split_tokens=DEFAULT_SPAN) for name, x in functions.items()}
+    vars(module).update(functions)
     backend = module.FlashAttentionBackend(runner)
-    backend.flash_attn_with_kvcache = flash_attn_with_kvcache
-    backend.flash_attn_varlen_func = flash_attn_varlen_func
-    backend._get_scheduler_metadata = None
+    vars(backend).update(functions, _get_scheduler_metadata=None)
+    if is_deterministic:
+        backend.num_splits = 0
     return backend
