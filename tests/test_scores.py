@@ -387,10 +387,15 @@ def test_export():
         def forward(self, *tensors):
             return loss_of(*tensors)[0]
 
-    (q, k, v), scores = example()
-    arguments = q, k, v, scores["sinks"], scores["bias"], scores["alibi_slopes"]
-    program = torch.export.export(Layer(), arguments)
-    torch.testing.assert_close(program.module()(*arguments), loss_of(*arguments)[0])
+    def arguments(batch):
+        (q, k, v), scores = example(batch)
+        return q, k, v, scores["sinks"], scores["bias"], scores["alibi_slopes"].repeat(batch, 1)
+
+    axes = {0: torch.export.Dim("batch", min=2)}
+    shapes = {"tensors": (axes, axes, axes, None, None, axes)}
+    program = torch.export.export(Layer(), arguments(2), dynamic_shapes=shapes)
+    given = arguments(4)  # as many as heads
+    torch.testing.assert_close(program.module()(*given), loss_of(*given)[0])
 
 
 def test_a_checkpoint():
