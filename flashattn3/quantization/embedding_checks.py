@@ -78,8 +78,8 @@ def _sides(q, k, v, num_heads_q) -> tuple[Tensor, Tensor | None, Tensor | None]:
         expect(k is v is None, FUNCTION, "num_heads_q", "None with k and v", num_heads_q)
         heads, rest = integer(FUNCTION, "num_heads_q", num_heads_q), q.shape[-2]
         fits = 0 < heads < rest and (rest - heads) % 2 == 0
-        wanted = f"such that an even number of {rest} heads is left for k and v"
-        expect(fits, FUNCTION, "num_heads_q", wanted, heads)
+        wanted = "such that an even number of {} heads is left for k and v"
+        expect(fits, FUNCTION, "num_heads_q", wanted, heads, rest)
         q, k, v = q.split((heads, (rest - heads) // 2, (rest - heads) // 2), -2)
     if (k is None) != (v is None):
         raise type_error(FUNCTION, "v" if v is None else "k", "given with the other", None)
@@ -88,7 +88,7 @@ def _sides(q, k, v, num_heads_q) -> tuple[Tensor, Tensor | None, Tensor | None]:
         _expect_tensor("k", k, q, (*rows, heads, q.shape[-1]), (q.dtype,))
         _expect_tensor("v", v, q, (*rows, heads, v.shape[-1]), (q.dtype,))
         divides = heads > 0 and q.shape[-2] % heads == 0
-        expect(divides, FUNCTION, "k.shape[-2]", f"a divisor of {q.shape[-2]}", heads)
+        expect(divides, FUNCTION, "k.shape[-2]", "a divisor of {}", heads, q.shape[-2])
     expect(q.shape[-1] >= 1, FUNCTION, "q.shape[-1]", "at least 1", q.shape[-1])
     return q, k, v
 
@@ -119,7 +119,8 @@ def _check_rotary(q, cos, sin, positions, cu_seqlens, longest: int | None) -> No
     _expect_tensor("rotary_cos", cos, q, shape)
     _expect_tensor("rotary_sin", sin, q, shape, (cos.dtype,))
     half, most = shape[1], q.shape[-1] // 2
-    expect(1 <= half <= most, FUNCTION, "rotary_cos.shape[1]", f"between 1 and {most}", half)
+    fits = 1 <= half <= most
+    expect(fits, FUNCTION, "rotary_cos.shape[1]", "between 1 and {}", half, most)
     if positions is not None:
         _expect_tensor("positions", positions, q, q.shape[:-2], (torch.int32, torch.int64))
         if is_checked(q.device) and not is_traced() and positions.numel():
@@ -129,5 +130,5 @@ def _check_rotary(q, cos, sin, positions, cu_seqlens, longest: int | None) -> No
             expect(fits, FUNCTION, "positions", wanted, f"{low} to {high}")
         return
     needed = q.shape[1] if cu_seqlens is None else longest
-    wanted = f">= {needed}, the longest sequence"
-    expect(needed <= shape[0], FUNCTION, "rotary_cos.shape[0]", wanted, shape[0])
+    fits, wanted = needed <= shape[0], ">= {}, the longest sequence"
+    expect(fits, FUNCTION, "rotary_cos.shape[0]", wanted, shape[0], needed)
