@@ -165,9 +165,10 @@ _any_requires_grad = torch._C._any_requires_grad  # the compiler does not trace 
 
 def no_fp8_gradient(function: str, name: str) -> UnsupportedError:
     sentence = complaint(function, f"{name}.requires_grad", False, True)
-    return UnsupportedError(
-        f"{sentence}: there is no gradient through FP8; call it under torch.no_grad()"
-    )
+    answer = "call it under torch.no_grad()"
+    if is_transformed():
+        answer = "flash_attn_fp8_func and rotate_and_quantize have one for Tensor.backward alone"
+    return UnsupportedError(f"{sentence}: there is no gradient through FP8; {answer}")
 
 
 def no_tangent(function: str) -> UnsupportedError:
