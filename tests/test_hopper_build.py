@@ -92,8 +92,9 @@ def test_units_name_every_field_of_their_row(tmp_path):
     assert paths[-1].name == "registry.cpp"
     for config in all_configs():
         launch = "forward_cached" if config in CACHED_FORWARD_CONFIGS else config.kind
-        several = f"{launch}_{config.dtype}_d{config.head_dim}"
-        path = tmp_path / f"{several if config.kind == 'forward' else config.name}.cu"
+        dtypes = config.dtype + "_bytes" * ("_bytes_" in config.name)
+        several = f"{launch}_{dtypes}_d{config.head_dim}"
+        path = tmp_path / f"{config.name if config.kind == 'backward' else several}.cu"
         assert paths.count(path) == 1
         text = path.read_text()
         assert f'#include "launch/compiled_{launch}.cuh"' in text
