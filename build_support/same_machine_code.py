@@ -25,7 +25,6 @@ from pathlib import Path
 
 from .toolchain import BuildError, find_nvcc
 
-SECTION_TYPE_RELA = 4
 SECTION_TYPE_NOBITS = 8  # has a size and no bytes in the file
 TEXT = ".text."
 # Attributes of .nv.info.KERNEL: format, id, then a 16-bit value or the payload's size.

@@ -7,7 +7,6 @@
 
 namespace flashattn3::decode {
 
-constexpr int kPrefixHeadDim = 128;  // the largest
 constexpr int kJoinThreads = 256;
 constexpr int kJoinRows = kJoinThreads / 32;
 

@@ -12,7 +12,7 @@
 
 namespace flashattn3::decode {
 
-// A warp takes a row, a lane four columns of it; head dims are at most kPrefixHeadDim.
+// A warp takes a row, a lane four columns of it; head dims are at most 128.
 template <ElementType kElement>
 __global__ void __launch_bounds__(kJoinThreads)
     join_prefix(const __grid_constant__ JoinArguments args) {

@@ -11,19 +11,6 @@ constexpr bool is_quantized(ElementType type) {
 
 constexpr int element_bytes(ElementType type) { return is_quantized(type) ? 1 : 2; }
 
-constexpr const char* element_name(ElementType type) {
-  switch (type) {
-    case ElementType::kFloat16:
-      return "fp16";
-    case ElementType::kBFloat16:
-      return "bf16";
-    case ElementType::kE4m3:
-      return "e4m3";
-    default:
-      return "int8";
-  }
-}
-
 // Element type of v and of the probabilities if q and k have this type.
 constexpr ElementType value_type(ElementType type) {
   return type == ElementType::kInt8 ? ElementType::kE4m3 : type;
