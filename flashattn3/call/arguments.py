@@ -95,8 +95,9 @@ def is_distributed(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and hasattr(tensor, "device_mesh")
 
 
-def expect_local(function: str, name: str, tensor: Tensor) -> None:
-    """Raise TypeError for a DTensor."""
+def expect_local(function: str, name: str, tensor: object) -> None:
+    """``expect_strided``; a DTensor raises TypeError too."""
+    expect_strided(function, name, tensor)
     if is_distributed(tensor):
         wanted = "a local tensor (torch.distributed.tensor.experimental.local_map passes them)"
         raise type_error(function, name, wanted, shown(tensor))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, complaint, expect
 from ..modes import refuse_jit_trace, refuse_tangents, refuse_transforms
-from .arguments import expect_local, expect_strided
+from .arguments import expect_local
 from .cache_descales import check_descales, check_q_descale, check_written_descales
 from .cached import (
     DECODE,
@@ -48,7 +48,6 @@ def check_tensors(function: str, required: int, **tensors: object) -> None:
         if x is None and index >= required:
             continue
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
-            expect_strided(function, name, x)
             expect_local(function, name, x)
         if wants_gradient and x.requires_grad:
             sentence = complaint(function, f"{name}.requires_grad", False, True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import expect, shown, type_error
 from ..modes import is_traced
-from .arguments import expect_local, expect_strided, is_distributed
+from .arguments import expect_local, is_distributed
 from .block_scaled import BlockScaled
 from .fields import Options
 from .metadata import ALIGNMENT_BYTES, Metadata
@@ -347,7 +347,6 @@ def _check_class(
     function: str, name: str, value: object, check_distributed: Callable | None
 ) -> None:
     """check_distributed: of a call on DTensors, ``check_dtensor``."""
-    expect_strided(function, name, value)
     if check_distributed is not None and is_distributed(value):
         return check_distributed(function, name, value)
     expect_local(function, name, value)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..call import hadamard as rotation
 from ..call import permuted_v
-from ..call.arguments import boolean, expect_local, expect_strided, integer
+from ..call.arguments import boolean, expect_local, integer
 from ..call.block_scaled import LAYOUTS, BlockScaled
 from ..call.dtypes import EIGHT_BIT, FP8, INT8
 from ..call.quantization_limits import BLOCKS
@@ -122,7 +122,6 @@ def comes_permuted(v: Tensor) -> bool:
 
 def _check(x, block, hadamard, kind, dtype, layout, smooth) -> None:
     """Raise for invalid arguments, except those of a varlen batch."""
-    expect_strided(_FUNCTION, "x", x)
     expect_local(_FUNCTION, "x", x)
     if x.dtype not in SOURCES:
         raise type_error(_FUNCTION, "x.dtype", f"one of {SOURCES}", x.dtype)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.arguments import boolean, expect_local, expect_strided, integer, real
+from ..call.arguments import boolean, expect_local, integer, real
 from ..call.dtypes import EIGHT_BIT, SIXTEEN_BIT, best_qk_dtype
 from ..call.hadamard import is_rotatable
 from ..call.quantization_limits import BLOCKS
@@ -69,7 +69,6 @@ def _sides(q, k, v, num_heads_q) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q, k and v, checked, and taken apart where they are one tensor."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if name == "q" or x is not None:
-            expect_strided(FUNCTION, name, x)
             expect_local(FUNCTION, name, x)
             expect(x.ndim >= 3, FUNCTION, f"{name}.ndim", "3 or 4", x.ndim)
     if q.dtype not in SIXTEEN_BIT:
@@ -100,7 +99,6 @@ def _expect_tensor(
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...] = (torch.float32, *SIXTEEN_BIT),
 ) -> None:
-    expect_strided(FUNCTION, name, x)
     expect_local(FUNCTION, name, x)
     if x.dtype not in dtypes:
         raise type_error(FUNCTION, f"{name}.dtype", f"one of {dtypes}", x.dtype)

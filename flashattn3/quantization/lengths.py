@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call.arguments import expect_local, expect_strided, length
+from ..call.arguments import expect_local, length
 from ..call.tensor_checks import check_device
 from ..call.value_checks import check_edges, check_longest, is_checked
 from ..errors import expect, shown, type_error, value_error
@@ -21,7 +21,6 @@ def checked_lengths(
     """
     varlen, name = cu_seqlens is not None, "cu_seqlens"
     if varlen:
-        expect_strided(function, name, cu_seqlens)
         expect_local(function, name, cu_seqlens)
     wanted = "3 with cu_seqlens" if varlen else "4 without cu_seqlens"
     expect(x.ndim == 4 - varlen, function, f"{of}.ndim", wanted, x.ndim)
