@@ -197,10 +197,11 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
         ]
     elif suite == "ragged":
         cells = [
-            CachedCell(suite, f"{name}, page {size}", lengths, page_size=size)
+            CachedCell(suite, f"{name}, {f'page {size}' if size else 'dense'}", lengths,
+                       page_size=size)
             for name, lengths in (("64 of 64 to 32k", RAGGED), ("one 64k", (65536, *(512,) * 31)))
-            for size in (16, 128)
-        ]
+            for size in (0, 16, 128)
+        ]  # fmt: skip
     else:
         cells = [
             CachedCell(suite, f"{batch} x {new} of {_named(keys)}, page {size}", (keys,) * batch,
