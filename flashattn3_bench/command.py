@@ -246,7 +246,7 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     if suite == "host":
         found = steps(host_suite.run_host, host_suite.WORK)
         if settings.device.type == "cuda":  # 8 bits of the CPU's few tokens are not compared
-            found += steps(host_suite.run_sinks_host, host_suite.SINKS_WORK)
+            found += steps(host_suite.run_option_host, host_suite.OPTION_WORK)
             found += steps(host_suite.run_rotary_host, host_suite.ROTARY_WORK)
         return found + steps(cached_suite.run_cached_host, cached_suite.HOST_WORK)
     if suite in CACHED:

@@ -1,7 +1,7 @@
 """Measures the host time of one small call: the forward pass without and with gradients, both
-passes, and the forward pass with quantization to 8 bits; on a GPU also with sinks and behind a
-rotary embedding. There a call ends when its launches return; on a CPU the time includes the
-computation."""
+passes, and the forward pass with quantization to 8 bits; on a GPU also with sinks, with a mask
+object and behind a rotary embedding. There a call ends when its launches return; on a CPU the time
+includes the computation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from flashattn3 import flash_attn_func
+from flashattn3 import masks
 from flashattn3.quantization.embedding import Embedding
 
 from .checking import Case
 from .gate import Gate
 from .inputs import Inputs, make_inputs, prepare
-from .providers import OURS, PROVIDERS, SDPA_BACKENDS, WHOLE_INT8, Attention
+from .providers import OURS, PROVIDERS, SDPA_BACKENDS, WHOLE_INT8, Attention, with_options
 from .rotary_suite import ATTENTION, check_results, tables
 from .runner import FAILED, OK, Record, Settings, described, times_of
 from .suites import Cell
@@ -54,7 +54,8 @@ def _both_passes(attend: Attention, inputs: Inputs) -> Call:
 BOTH = "forward + backward"
 WORK = {"forward": _forward, "forward with gradients": _forward_with_gradients, BOTH: _both_passes}
 ROTARY_WORK = {f"rotary embedding, {work}": of for work, of in WORK.items()}
-SINKS_WORK = {f"sinks, {work}": of for work, of in WORK.items()}
+OPTIONS = "sinks", "mask"
+OPTION_WORK = {f"{name}, {work}": (name, of) for name in OPTIONS for work, of in WORK.items()}
 
 
 def run_host(work: str, settings: Settings) -> Iterator[Record]:
@@ -89,21 +90,21 @@ def run_rotary_host(work: str, settings: Settings) -> Iterator[Record]:
     yield from timed(work, case.name, calls, settings, errors)
 
 
-def run_sinks_host(work: str, settings: Settings) -> Iterator[Record]:
-    """A record for our call without sinks and one for the call with them; suite scores holds the
-    results. The sinks get a gradient where q, k and v do."""
+def run_option_host(work: str, settings: Settings) -> Iterator[Record]:
+    """A record for our call without an option and one for the call with it: sinks, which get a
+    gradient where q, k and v do, or a mask object that shows every score. Suites scores and masks
+    hold the results."""
     case = CASES[settings.device.type]
     inputs = make_inputs(case, settings.device, settings.dtype)
-    of_work = SINKS_WORK[work]
-    sinks = torch.zeros(case.num_heads_q, device=settings.device)
-    sinks.requires_grad_(of_work is not _forward)
-    with_sinks = partial(_with_sinks, sinks)
-    calls = {OURS: of_work(PROVIDERS[OURS], inputs), "sinks": of_work(with_sinks, inputs)}
+    option, of_work = OPTION_WORK[work]
+    if option == "sinks":
+        given = torch.zeros(case.num_heads_q, device=settings.device)
+        given.requires_grad_(of_work is not _forward)
+    else:
+        given = masks.window(case.seqlen_k, -1, -1, device=settings.device)
+    attend = with_options(**{option: given})
+    calls = {OURS: of_work(PROVIDERS[OURS], inputs), option: of_work(attend, inputs)}
     yield from timed(work, case.name, calls, settings, dict.fromkeys(calls))
-
-
-def _with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return flash_attn_func(q, k, v, causal=causal, sinks=sinks)
 
 
 def _rotated(attend: Callable, embedding: Embedding, q, k, v, causal: bool) -> Tensor:

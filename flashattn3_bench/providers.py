@@ -29,14 +29,14 @@ from . import ladder
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-def _ours(**options: Any) -> Attention:
+def with_options(**options: Any) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return flashattn3.flash_attn_func(q, k, v, causal=causal, **options)
 
     return attend
 
 
-ours = _ours()
+ours = with_options()
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -121,18 +121,18 @@ WHOLE = {WHOLE_INT8: torch.int8, WHOLE_E4M3: torch.float8_e4m3fn, WHOLE_SMOOTH: 
 EIGHT_BIT = {**QUANTIZED, **WHOLE}
 PROVIDERS: dict[str, Attention] = {
     **dict.fromkeys(QUANTIZED, ours),
-    **dict.fromkeys(FAST, _ours(use_fast_accum=True)),
+    **dict.fromkeys(FAST, with_options(use_fast_accum=True)),
     **{name: _quantize_and_attend(to, name == WHOLE_SMOOTH) for name, to in WHOLE.items()},
-    DETERMINISTIC: _ours(deterministic=True),
+    DETERMINISTIC: with_options(deterministic=True),
     CAPTURED: ours,
     OURS: ours,
     MHA: ours,
     CACHED: cached,
-    ONE_PART: _ours(num_splits=1),
+    ONE_PART: with_options(num_splits=1),
     ON_FEW_SMS: on_few_sms,
     **{name: _with_backend(backend) for name, backend in SDPA_BACKENDS.items()},
     NAIVE: naive,
-    TRITON: _ours(backend="triton"),
+    TRITON: with_options(backend="triton"),
     LADDER_FA1: ladder.fa1,
     LADDER_FA2: ladder.fa2,
 }

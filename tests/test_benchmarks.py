@@ -324,7 +324,8 @@ def test_host_suite_on_a_cpu(bench, few_samples):
     ("run", "work", "other"),
     [
         (host_suite.run_rotary_host, "rotary embedding, forward with gradients", "8 bits"),
-        (host_suite.run_sinks_host, "sinks, forward + backward", "sinks"),
+        (host_suite.run_option_host, "sinks, forward + backward", "sinks"),
+        (host_suite.run_option_host, "mask, forward + backward", "mask"),
     ],
 )
 def test_host_time_with_an_option(run, work, other, few_samples):
