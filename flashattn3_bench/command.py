@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -73,18 +74,18 @@ INAPPLICABLE = {
     FEW_QUERIES: ("direction",),
     "deterministic": ("direction", "baselines"),
     "captured": ("baselines",),
-    ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines"),
-    DISTRIBUTIONS: ("direction", "dtype", "baselines"),
-    QUANTIZE: ("direction", "seqlen", "baselines", "backend"),
+    ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines", "only"),
+    DISTRIBUTIONS: ("direction", "dtype", "baselines", "only"),
+    QUANTIZE: ("direction", "seqlen", "baselines", "backend", "only"),
     **dict.fromkeys((SCORES, MASKS, ROTARY), ("baselines",)),
     MASKS_BUILD: ("direction", "head_dim", "dtype", "baselines", "backend"),
-    "varlen": ("head_dim", "seqlen", "baselines"),
+    "varlen": ("head_dim", "seqlen", "baselines", "only"),
     LADDER: ("baselines",),
-    SPARSE: ("head_dim", "seqlen", "baselines", "backend"),
-    "memory": ("direction", "head_dim"),
+    SPARSE: ("head_dim", "seqlen", "baselines", "backend", "only"),
+    "memory": ("direction", "head_dim", "only"),
     "host": ("direction", "head_dim", "seqlen"),
     **dict.fromkeys(CACHED, ("direction", "head_dim", "seqlen")),
-    "models": ("direction", "head_dim", "seqlen"),
+    "models": ("direction", "head_dim", "seqlen", "only"),
 }
 FIGURES = dict.fromkeys((LADDER, SPARSE), ladder_figure.draw_ladder)
 ROUND_MS = 15.0
@@ -108,6 +109,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--direction", choices=(*DIRECTIONS, "both"), help="default: both")
     parser.add_argument("--head-dim", type=_integers, help="only these, as in 64,128")
     parser.add_argument("--seqlen", type=_integers, help="only these, as in 512,4096")
+    parser.add_argument(
+        "--only",
+        type=_pattern,
+        metavar="REGEX",
+        help="only cells whose row and column in the table, as in 'fwd d128 causal 4096', match",
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -147,6 +154,13 @@ def _integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"integers separated by commas, got {text!r}") from None
 
 
+def _pattern(text: str) -> re.Pattern:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"a regular expression, got {text!r}: {error}") from None
+
+
 def _baselines(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in SELECTABLE]
@@ -163,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     work = {suite: _work(suite, args, _settings(suite, args, device)) for suite in suites}
     for suite, steps in work.items():
         if not steps:
-            error(f"--suite {suite}: no case has the asked head dims and lengths")
+            error(f"--suite {suite}: no case has the asked head dims, lengths and rows")
     output.make_folder(
         args.output, (f"{suite}.{end}" for suite in suites for end in ENDINGS), error
     )
@@ -232,6 +246,13 @@ def _run_suite(suite: str, work: list, target: Path, about: Record) -> bool:
     return results.passed
 
 
+def _name(first: tuple) -> str:
+    """Row and column of a step in the tables; first: its first arguments, a cell or names."""
+    row, column = (getattr(first[0], name, None) for name in ("row", "column"))
+    named = [str(x) for x in first] if row is None else [row, column, *map(str, first[1:])]
+    return " ".join(x for x in named if x)
+
+
 def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     """The steps of a suite; each is a function that gives the records of one cell."""
     quick, head_dims, seqlens = args.quick, args.head_dim, args.seqlen
@@ -241,7 +262,8 @@ def _work(suite: str, args: argparse.Namespace, settings: Settings) -> list:
     def steps(run: Callable[..., object], work: Iterable[object], *more: object) -> list:
         """work: the first argument of each step, or a tuple of its first arguments."""
         first = (of if isinstance(of, tuple) else (of,) for of in work)
-        return [partial(run, *of, settings, *more) for of in first]
+        chosen = (of for of in first if args.only is None or args.only.search(_name(of)))
+        return [partial(run, *of, settings, *more) for of in chosen]
 
     if suite == "host":
         found = steps(host_suite.run_host, host_suite.WORK)

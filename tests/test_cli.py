@@ -72,6 +72,9 @@ def test_explain_prints_what_the_function_says(capsys):
         (("bench", "--head-dim", "wide"), "integers separated by commas"),
         (("bench", "--device", "toaster"), "must be cuda, cuda:N or cpu"),
         (("bench", "--quick", "--head-dim", "33"), "no case has"),
+        (("bench", "--only", "d128 ("), "a regular expression, got 'd128 ('"),
+        (("bench", "--quick", "--only", "d7 "), "no case has"),
+        (("bench", "--quick", "--suite", "memory", "--only", "1024"), "says nothing to"),
         (("bench", "--quick", "--suite", "memory", "--direction", "fwd"), "says nothing to"),
         (("bench", "--quick", "--suite", "fp8", "--direction", "bwd"), "says nothing to"),
         (("bench", "--quick", "--suite", "fp8", "--dtype", "float32"), "must have 16 bits"),
@@ -138,7 +141,25 @@ def test_lengths_that_a_suite_lacks_are_refused_before_another_suite_runs(monkey
     monkeypatch.setattr(bench, "ALL", ("memory", "grid"))
     monkeypatch.setattr(bench, "_run_suite", lambda *_: pytest.fail("ran the memory suite"))
     line = refusal(capsys, "bench", "--device", "cpu", "--quick", "--suite", "all", "--seqlen=256")
-    assert "--suite grid: no case has the asked head dims and lengths" in line
+    assert "--suite grid: no case has the asked head dims, lengths and rows" in line
+
+
+@pytest.mark.parametrize(
+    ("suite", "only", "rows"),
+    [
+        ("masks", "bwd d16 (full|bits) 1 x 256", ["bwd d16 full", "bwd d16 bits"]),
+        ("grid", "d64 full", ["fwd d64 full", "bwd d64 full"]),
+        ("ragged", "page 128", ["quick 2 x 40, d128, 1 queries, page 128"]),
+        ("masks-build", "bits .* device", ["bits"]),
+        ("robot", "d256.* host", ["fwd quick-d256-full-128x128-h2"]),
+    ],
+)
+def test_only_some_rows_are_measured(suite, only, rows, monkeypatch, tmp_path):
+    chosen = []
+    monkeypatch.setattr(bench, "_run_suite", lambda _, steps, *of: chosen.extend(steps) or True)
+    options = "--device", "cpu", "--quick", "--suite", suite, "--output", str(tmp_path)
+    assert main(["bench", *options, "--only", only]) == 0
+    assert [getattr(step.args[0], "row", step.args[0]) for step in chosen] == rows
 
 
 @pytest.mark.skipif(GPU, reason="says what a machine without GPU sees")
