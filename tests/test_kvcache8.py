@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import SIXTEEN_BIT, TRITON_DTYPES
+from helpers import CACHE_BACKENDS, SIXTEEN_BIT, TRITON_DTYPES
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 import flashattn3
@@ -148,8 +148,9 @@ def test_a_graph_is_right_for_other_lengths_and_pages(kind, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", CACHE_BACKENDS[1:])
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_caches_of_more_than_2_to_the_31_elements(page_size, device):
+def test_caches_of_more_than_2_to_the_31_elements(page_size, backend, device):
     tokens, shape = page_size or 2**16, (2**31 // (2 * 128 * (page_size or 2**16)) + 2, 2, 128)
     caches = [torch.randint(-99, 99, (shape[0], tokens, *shape[1:]), dtype=INT8, device=device)
               for _ in range(2)]  # fmt: skip
@@ -160,7 +161,7 @@ def test_caches_of_more_than_2_to_the_31_elements(page_size, device):
     q = torch.randn(1, 1, 8, 128, device=device, dtype=torch.bfloat16)
     length = page_size or 999
     given = {"cache_seqlens": length, "k_descale": descales[0], "v_descale": descales[1]}
-    found = flashattn3.flash_attn_with_kvcache(q, *caches, **given, **where, backend="triton")
+    found = flashattn3.flash_attn_with_kvcache(q, *caches, **given, **where, backend=backend)
     k, v = (
         (x[last, :length].float() * by[last, :length].unsqueeze(-1))[None]
         for x, by in zip(caches, descales, strict=True)

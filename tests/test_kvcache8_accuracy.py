@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import GPU
+from helpers import CACHE_BACKENDS, GPU, needs_hopper
 from support.cached_distributions import cases, misses, needle, needle_error, store
 
 from flashattn3 import flash_attn_with_kvcache
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-BACKEND = "triton" if GPU else "reference"
+BACKENDS = CACHE_BACKENDS[1:] if GPU else CACHE_BACKENDS[:1]
 LENGTHS = [
     256,
     pytest.param(512, marks=pytest.mark.slow),
@@ -21,13 +21,14 @@ LENGTHS = [
 @pytest.mark.parametrize("per", ["tokens", "heads"])
 @pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_error_is_that_of_storing_k_and_v(length, dtype, per, device):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_error_is_that_of_storing_k_and_v(backend, length, dtype, per, device):
     """A heavy key, a sink, outliers, values with a mean or of one sign."""
     broken = {}
     of_length = cases((length,), (64, 128) if GPU else (64,))
     for case in of_length[:: 1 if length > 256 else 8]:
-        stored = store(case, device, dtype, per, BACKEND)
-        found = flash_attn_with_kvcache(**stored.arguments, return_lse=True, backend=BACKEND)
+        stored = store(case, device, dtype, per, backend)
+        found = flash_attn_with_kvcache(**stored.arguments, return_lse=True, backend=backend)
         broken |= {case.id: missed} if (missed := misses(found, stored)) else {}
     assert not broken
 
@@ -35,7 +36,10 @@ def test_the_error_is_that_of_storing_k_and_v(length, dtype, per, device):
 NEEDLES = [
     ("reference", 2048, (0, 15, 16, 1000, 2047)),
     pytest.param("triton", 300, (0, 130, 299), marks=() if GPU else pytest.mark.slow),
-    pytest.param("triton", 131072, (0, 1, 4097, 70000, 131071), marks=pytest.mark.gpu),
+    *(
+        pytest.param(backend, 131072, (0, 1, 4097, 70000, 131071), marks=[pytest.mark.gpu, *marks])
+        for backend, marks in (("triton", ()), ("hopper", [needs_hopper]))
+    ),
 ]
 
 

@@ -85,14 +85,19 @@ def store(
 
 def misses(found: tuple[Tensor, Tensor], stored: Stored) -> list[str]:
     """A sentence for each bound that out breaks. Few keys share a row, or none: the bias of storing
-    them is theirs."""
+    them, up to 0.04 at 256 keys and 0.013 at 32768 in float64, is theirs. What the call adds to it
+    is held to the bound itself."""
     mine, storing = compare(found, stored.wanted), compare(stored.of_codes, stored.wanted)
     bounds = {
-        "error": STORING_FACTOR * storing.error + ROUNDING,
-        "bias": max(LARGEST_BIAS, STORING_FACTOR * abs(storing.bias)),
+        "error": (mine.error, STORING_FACTOR * storing.error + ROUNDING),
+        "bias": (mine.bias, max(LARGEST_BIAS, STORING_FACTOR * abs(storing.bias))),
+        "added bias": (compare(found, stored.of_codes).bias, LARGEST_BIAS),
     }
-    broken = {name: (abs(getattr(mine, name)), bound) for name, bound in bounds.items()}
-    return [f"{x} {value:.3g} > {y:.3g}" for x, (value, y) in broken.items() if not value <= y]
+    return [
+        f"{name} {value:.3g} > {bound:.3g}"
+        for name, (value, bound) in bounds.items()
+        if not abs(value) <= bound
+    ]
 
 
 def needle(length: int, head_dim: int, place: int) -> DistributionCase:
