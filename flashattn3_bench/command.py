@@ -38,7 +38,7 @@ from . import (
 )
 from .environment import header
 from .figure import draw
-from .providers import CAPTURED, DETERMINISTIC, EIGHT_BIT, MHA, OURS, SELECTABLE
+from .providers import CAPTURED, DETERMINISTIC, EIGHT_BIT, FLEX, MHA, OURS, SELECTABLE
 from .report import Results, summary
 from .runner import Record, Settings, run_cell
 from .suites import CASES, DIRECTIONS, cells
@@ -77,7 +77,7 @@ INAPPLICABLE = {
     ACCURACY: ("direction", "head_dim", "seqlen", "dtype", "baselines", "only"),
     DISTRIBUTIONS: ("direction", "dtype", "baselines", "only"),
     QUANTIZE: ("direction", "seqlen", "baselines", "backend", "only"),
-    **dict.fromkeys((SCORES, MASKS, ROTARY), ("baselines",)),
+    **dict.fromkeys((SCORES, ROTARY), ("baselines",)),
     MASKS_BUILD: ("direction", "head_dim", "dtype", "baselines", "backend"),
     "varlen": ("head_dim", "seqlen", "baselines", "only"),
     LADDER: ("baselines",),
@@ -124,8 +124,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--baselines",
         type=_baselines,
-        help=f"some of {','.join(SELECTABLE)}; default: fa2,cudnn,naive (on a CPU math,naive), "
-        "without naive in the fp8 and gqa suites",
+        help=f"some of {','.join(SELECTABLE)}, or none; default: fa2,cudnn,naive (on a CPU "
+        "math,naive), without naive in the fp8 and gqa suites, flex in the masks suite",
     )
     parser.add_argument(
         "--backend",
@@ -162,10 +162,10 @@ def _pattern(text: str) -> re.Pattern:
 
 
 def _baselines(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
+    names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in SELECTABLE]
     if unknown:
-        raise argparse.ArgumentTypeError(f"some of {','.join(SELECTABLE)}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"some of {','.join(SELECTABLE)}, or none, got {text!r}")
     return names
 
 
@@ -197,6 +197,8 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
                 error(f"--{option.replace('_', '-')} says nothing to the {suite} suite")
         if args.work is not None and suite != "models":
             error(f"--work says nothing to the {suite} suite")
+        if suite == MASKS and args.baselines:
+            error("--baselines of the masks suite can be none alone, in place of flex")
         if suite in OF_16_BIT and args.dtype == "float32":
             error(f"--dtype must have 16 bits for the {suite} suite, got float32")
     if "models" in suites and importlib.util.find_spec("transformers") is None:
@@ -211,8 +213,10 @@ def _suites(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
 def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     baselines = ("fa2", "cudnn") if on_gpu else ("fa2",) if suite == "host" else ("math",)
-    if suite in ("deterministic", "captured", SCORES, MASKS, MASKS_BUILD, ROTARY):
+    if suite in ("deterministic", "captured", SCORES, MASKS_BUILD, ROTARY):
         baselines = ()
+    elif suite == MASKS:
+        baselines = (FLEX,)
     elif suite == LADDER:
         baselines = ladder_suite.RUNGS
     elif suite not in ("fp8", "gqa", FEW_QUERIES):
@@ -221,7 +225,7 @@ def _settings(suite: str, args: argparse.Namespace, device: torch.device) -> Set
     return Settings(
         device=device,
         dtype=DTYPES[args.dtype or dtype],
-        baselines=args.baselines or baselines,
+        baselines=baselines if args.baselines is None else args.baselines,
         rounds=args.rounds,
         round_ms=1.0 if args.quick else ROUND_MS,
         own=OWN.get(suite, (OURS,)),

@@ -69,6 +69,7 @@ def test_explain_prints_what_the_function_says(capsys):
         (("demo", "--attention-backend", "no-such"), "backend must be one of"),
         (("bench", "--rounds", "1"), "at least 2"),
         (("bench", "--baselines", "fa2,no-such"), "some of"),
+        (("bench", "--quick", "--suite", "masks", "--baselines", "fa2"), "can be none alone"),
         (("bench", "--head-dim", "wide"), "integers separated by commas"),
         (("bench", "--device", "toaster"), "must be cuda, cuda:N or cpu"),
         (("bench", "--quick", "--head-dim", "33"), "no case has"),
