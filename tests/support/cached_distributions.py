@@ -85,7 +85,7 @@ def store(
 
 def misses(found: tuple[Tensor, Tensor], stored: Stored) -> list[str]:
     """A sentence for each bound that out breaks. Few keys share a row, or none: the bias of storing
-    them, up to 0.04 at 256 keys and 0.013 at 32768 in float64, is theirs. What the call adds to it
+    them, up to 0.04 at 256 keys and 0.013 at 8192 in float64, is theirs. What the call adds to it
     is held to the bound itself."""
     mine, storing = compare(found, stored.wanted), compare(stored.of_codes, stored.wanted)
     bounds = {
