@@ -82,6 +82,7 @@ ALL_HEADS = ((1, 4096), (16, 4096))
 PAGES = (1, 16, 64, 256)
 SHORT = (128, 256, 512, 1024, 2048, 4096, 8192)  # of a sequence alone
 PROMPTS = ((4, 4096), (2, 8192), (1, 16384))  # sequences, tokens
+PROMPT_HEADS = (("", 32, 128), ("d64, ", 32, 64), ("d256, ", 16, 256))  # 8 KV heads
 CHUNKS = ((1, 2048, 16384), (4, 2048, 8192), (8, 256, 4096))  # sequences, queries, keys
 # Queries, heads, KV heads, head dim and page of 32 sequences of 4k keys.
 TREES = (
@@ -167,7 +168,17 @@ def cached_cells(suite: str, quick: bool = False) -> list[CachedCell]:
     elif suite == "invariant":
         cells = [replace(cell, suite=suite) for cell in list(_dense_cells())[:15]]
         cells += [
-            CachedCell(suite, f"prompt, {batch} x {_named(n)}", (n,) * batch, seqlen_q=n)
+            CachedCell(
+                suite, f"d{dim}, {heads}/8, {batch} x {_named(n)}", (n,) * batch, heads, 8, dim
+            )
+            for heads, dim in ((32, 64), (16, 256))
+            for batch, n in SIZES[:6]
+        ]
+        cells += [
+            CachedCell(
+                suite, f"{name}prompt, {batch} x {_named(n)}", (n,) * batch, heads, 8, dim, n
+            )
+            for name, heads, dim in PROMPT_HEADS
             for batch, n in PROMPTS
         ]
     elif suite == "kv8":

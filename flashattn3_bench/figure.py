@@ -22,7 +22,7 @@ PROVIDERS_IN = {
     "tab:blue": ("fa2", "ladder fa2", "fp8 block"),
     "tab:orange": ("rotary", "cudnn", "max logit", "flex", "fp8 per head", "two calls"),
     "tab:purple": ("math", "bias", "fa3 package", "ladder fa1"),
-    "tab:cyan": ("quantize+int8", "captured", "sinks", "fp8 block+hadamard+smooth_k, int8"),
+    "tab:cyan": ("quantize+int8", "captured", "sinks", "mask", "fp8 block+hadamard+smooth_k, int8"),
     "tab:red": ("quantize+int8+smooth_k", "naive", "fp8 per tensor"),
     "tab:pink": ("quantize+e4m3",),
     "tab:brown": ("fp8 e4m3",),

@@ -127,7 +127,7 @@ def test_an_h100_with_the_library_gets_the_rows(dims, dtype):
 
 # rows and head dim of a call with split_tokens → its kernel
 SPANS = {(1, 64): "decode_bf16_d64", (64, 104): "decode_bf16_d128", (1024, 64): "forward_bf16_d64"}
-SPANS |= {(1024, 128): "forward_bf16_d128", (1024, 256): "decode_bf16_d256"}
+SPANS |= {(1024, 128): "forward_bf16_d128", (1024, 256): "forward_bf16_d256"}
 
 
 @pytest.mark.parametrize("backend", [None, "hopper"])

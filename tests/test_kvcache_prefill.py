@@ -208,9 +208,15 @@ def test_the_grid_and_the_workspace_of_forward_rows():
     assert size(handle, 2, 192, 64) == (96, 0) and size(handle, 4, 192, 64) == (128, 0)
     assert size(handle, 4, 2048, 2**20) == (132, 0)
     assert size(prepared(num_sms=5)[0], 4, 2048, 64) == (5, 0)
-    # batch + 1 VarlenPlace of 16 bytes, batch int32, and the tile semaphore.
-    assert size(handle, 4, 2048, 2**20, 2051) == (132, 5 * 16 + 4 * 4 + 4)
+    # batch + 1 VarlenPlace of 16 bytes, batch int32, the tile semaphore, and what fills 16 bytes.
+    assert size(handle, 4, 2048, 2**20, 2051) == (132, 5 * 16 + 4 * 4 + 4 + 12)
     assert size(handle, 4, 2048, 2**20, 4)[0] == 64  # of 4 sequences with 4 slices each
+    # Float32 totals of spans and 64 bytes of statistics for each row of a CTA, beyond 128 columns.
+    spans = {"split_tokens": 1024, "window_right": 0}
+    for dim, row in ((128, 0), (256, 256 * 4 + 64)):
+        config = select_cached_forward_config("bf16", dim, spans=True)
+        of_dim = test_kvcache_hopper.prepared(config, head_dim=dim, head_dim_v=dim, **spans)[0]
+        assert size(of_dim, 4, 2048, 2**20) == (132, 132 * 128 * row)
     assert prepared(page_size=3)[0] is not None
 
 

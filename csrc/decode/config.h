@@ -50,8 +50,10 @@ constexpr int kBlockM = 64;  // packed query rows of a work tile
 constexpr int kSharedStorageBytes = 1024;
 
 constexpr int num_threads(const Config& config) { return 128 * (config.num_consumers + 1); }
-// With one consumer warpgroup two CTAs share an SM.
-constexpr int ctas_per_sm(const Config& config) { return config.num_consumers == 1 ? 2 : 1; }
+// With one consumer warpgroup two CTAs share an SM, up to 128 columns.
+constexpr int ctas_per_sm(const Config& config) {
+  return config.num_consumers == 1 && config.head_dim <= 128 ? 2 : 1;
+}
 
 // KV blocks that the consumer warpgroups take at a time; 0: the kernel has no spans.
 constexpr int span_step(const Config& config) { return config.spans ? config.num_consumers : 0; }

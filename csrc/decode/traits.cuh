@@ -53,7 +53,10 @@ struct KernelTraits {
 
   // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
   static constexpr int kProducerRegisters = kHasBytes ? (kConsumers == 1 ? 112 : 120) : 104;
-  static constexpr int kConsumerRegisters = (kConsumers == 1 ? 152 : 200) - (kHasBytes ? 8 : 0);
+  static constexpr int kConsumerRegisters = (kCtasPerSm == 2   ? 152
+                                             : kConsumers == 1 ? 240
+                                                               : 200) -
+                                            (kHasBytes ? 8 : 0);
 
   static_assert(!is_quantized(kElement));
   static_assert(kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256);

@@ -1,6 +1,6 @@
 // The main loop with spans of keys (split_tokens), from the first KV block to the last: as that of
 // mainloop.cuh, but a span's O and statistics begin at 0, and behind its last block they join a
-// total in shared memory (span_total.cuh). A row has the bits that the decode kernel with spans
+// total in memory (span_total.cuh). A row has the bits that the decode kernel with spans
 // gives it (decode/mainloop.cuh): the same blocks of keys in the same order, the same softmax
 // (attention/span_softmax.cuh) and the same joins.
 #pragma once
@@ -116,7 +116,7 @@ class SpanMainloop : protected ConsumerPipeline<kConfig, Storage> {
   }
 
   __device__ __forceinline__ SpanTotal<Traits> total() const {
-    return SpanTotal<Traits>(this->staged_out());
+    return {static_cast<const CachedArguments&>(args_), this->staged_out()};
   }
 
   bool has_total_;  // of the work tile: a span has joined it

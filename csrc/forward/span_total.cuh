@@ -1,11 +1,13 @@
-// The total of the spans of a work tile before the current one, of one warp: in shared memory, as
-// the registers of the warp's threads hold it, where out is staged at the work tile's end.
+// The total of the spans of a work tile before the current one, of one warp, as the registers of
+// the warp's threads hold it; a thread reads what it wrote itself. It is in shared memory, where
+// out is staged at the work tile's end, or, beside tiles of 256 columns, in device memory.
 #pragma once
 
 #include <cstdint>
 
 #include "attention/span_softmax.cuh"
-#include "forward/traits.cuh"
+#include "forward/traits_cached.cuh"
+#include "ptx/opaque.cuh"
 #include "tile/tma_store.cuh"
 
 namespace flashattn3::forward {
@@ -13,12 +15,21 @@ namespace flashattn3::forward {
 template <class Traits>
 class SpanTotal {
   static constexpr int kVectors = Traits::kOutRegisters / 4;
-  static_assert((kVectors + 2) * 32 * 16 == kRowsOfWarp * Traits::kSpanRowBytes);
+  static constexpr int kOfWarp = (kVectors + 2) * 32;
+  static_assert(kOfWarp * 16 == kRowsOfWarp * Traits::kSpanRowBytes);
 
  public:
   // staged: the warp's staging buffer.
-  __device__ __forceinline__ explicit SpanTotal(uint8_t* staged)
-      : vectors_(reinterpret_cast<float4*>(staged) + threadIdx.x % 32) {}
+  __device__ __forceinline__ SpanTotal(const CachedArguments& args, uint8_t* staged) {
+    if constexpr (Traits::kSpansInShared) {
+      vectors_ = reinterpret_cast<float4*>(staged);
+    } else {
+      uint32_t warp = blockIdx.x * Traits::kConsumerWarps + threadIdx.x / 32;
+      make_opaque(warp);  // else the address takes registers of the main loop
+      vectors_ = args.span_totals + warp * kOfWarp;
+    }
+    vectors_ += threadIdx.x % 32;
+  }
 
   // The statistics of a span, which add() or set() then takes with its O.
   __device__ __forceinline__ void put_stats(const RowStats (&row)[2]) const {
@@ -27,9 +38,11 @@ class SpanTotal {
 
   // Sets the total to a work tile's first span.
   __device__ __forceinline__ void set(const float (&o)[Traits::kOutRegisters]) const {
-    // Copies of the last work tile's out may still read the buffer.
-    if (threadIdx.x % 32 == 0) wait_for_stores();
-    __syncwarp();
+    if constexpr (Traits::kSpansInShared) {
+      // Copies of the last work tile's out may still read the buffer.
+      if (threadIdx.x % 32 == 0) wait_for_stores();
+      __syncwarp();
+    }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       vectors_[i * 32] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);

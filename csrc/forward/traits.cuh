@@ -53,11 +53,12 @@ struct KernelTraits : OptionTraits<kTheConfig> {
   static constexpr int kAllOutAtoms = (kHeadDimV + 63) / 64;
   static constexpr int kOutAtoms =
       kOutOverQ || Options::kPromotesInSmem || kAllOutAtoms < 2 ? kAllOutAtoms : 2;
-  static constexpr int kStagedBytes = kSpans      ? kBlockM * Options::kSpanRowBytes
-                                      : kOutOverQ ? 0
-                                                  : kBlockM * kOutAtoms * 128;
+  static constexpr int kStagedBytes = Options::kSpansInShared ? kBlockM * Options::kSpanRowBytes
+                                      : kOutOverQ             ? 0
+                                                              : kBlockM * kOutAtoms * 128;
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
-  // overlay Q; with spans over their total), V stages, and what the K stages have beside K.
+  // overlay Q; with spans over their total, if it is there), V stages, and what the K stages have
+  // beside K.
   static constexpr int kQOffset = kQuantized && kHeadDim <= 128 ? 2048 : 1024;
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;

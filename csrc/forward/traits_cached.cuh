@@ -31,8 +31,16 @@ struct CachedArguments : Arguments {
   CacheTile k_tile, v_tile;  // of the maps k and v
   int slices_of_tile;        // slices of a work tile, at most one for each warpgroup
   int log2_box_rows;         // slots of a box; they divide the page and block_n
-  int span_blocks;           // KV blocks of a span, of kernel configs with spans
+  int span_blocks;           // KV blocks of a span, of kernel configs with spans, and the
+  float4* span_totals;       // totals of all CTAs, span_total_bytes each
 };
+// Bytes of a CTA's totals of spans in device memory (span_total.cuh).
+template <Config kConfig>
+constexpr int64_t span_total_bytes() {
+  using Options = OptionTraits<kConfig>;
+  if (!kConfig.spans || Options::kSpansInShared) return 0;
+  return int64_t{kConfig.block_m} * Options::kSpanRowBytes;
+}
 struct TreeArguments : CachedArguments {
   TreeMask tree;
 };

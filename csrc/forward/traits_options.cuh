@@ -23,8 +23,9 @@ struct OptionTraits {
                                        : kListed ? kConfig.block_n / kListColumns * kBitTileBytes
                                                  : 0;
   // Bytes of a row with spans: the total of the spans before the current one, and statistics
-  // (span_total.cuh).
+  // (span_total.cuh). They are in shared memory where they fit, which is faster.
   static constexpr int kSpanRowBytes = 4 * kConfig.head_dim_v + 64;
+  static constexpr bool kSpansInShared = kSpans && kConfig.head_dim <= 128;
   // Whether promotion keeps its bf16 sums in the staging buffer of out (promotion.cuh). With 256
   // columns and two Q buffers it does not: the buffer is too small then.
   static constexpr bool kPromotesInSmem =

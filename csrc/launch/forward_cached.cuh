@@ -50,16 +50,23 @@ void check_cached_forward(const char* name, const DecodeParams& params) {
          std::string(kConfig.spans ? "a multiple of 128 for " : "0 for ") + name, span);
 }
 
-// Returns the size of a launch at any lengths.
+// Bytes of the order of the sequences and, behind it, the tile semaphore, in whole vectors.
+inline int64_t schedule_bytes(const ForwardParams& forward) {
+  if (!forward.varlen) return 0;
+  return (varlen_schedule_bytes(forward.batch) + int64_t{sizeof(int32_t)} + 15) / 16 * 16;
+}
+
+// Returns the size of a launch at any lengths. The workspace has the schedule, then the totals of
+// spans.
 template <forward::Config kConfig>
 LaunchSize cached_forward_size(const char* name, const DecodeParams& params) {
   check_cached_forward<kConfig>(name, params);
   const ForwardParams forward = forward_params_of(params);
   const int64_t tiles = num_tiles(forward, forward_tiles<kConfig>(forward));
-  // The order of the sequences and, behind it, the tile semaphore.
-  const int64_t schedule =
-      forward.varlen ? varlen_schedule_bytes(params.batch) + int64_t{sizeof(int32_t)} : 0;
-  return {.num_ctas = num_persistent_ctas(forward, tiles), .workspace_bytes = schedule};
+  const int num_ctas = num_persistent_ctas(forward, tiles);
+  return {
+      .num_ctas = num_ctas,
+      .workspace_bytes = schedule_bytes(forward) + num_ctas * forward::span_total_bytes<kConfig>()};
 }
 
 template <forward::Config kConfig>
@@ -98,6 +105,8 @@ forward::CachedArgumentsOf<kConfig> make_cached_arguments(const DecodeParams& pa
   args.slices_of_tile = forward_tile_shape<kConfig>(forward).slices;
   args.log2_box_rows = std::bit_width(static_cast<unsigned>(box_rows)) - 1;
   args.span_blocks = params.split_tokens / kConfig.block_n;
+  args.span_totals = reinterpret_cast<float4*>(static_cast<std::byte*>(params.workspace) +
+                                               schedule_bytes(forward));
   if constexpr (kConfig.tree) args.tree = tree_mask_of(params);
   return args;
 }

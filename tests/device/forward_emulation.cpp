@@ -58,9 +58,8 @@ static Launch prepare_listed(const ForwardParams& params) {
 
 template <forward::Config kConfig>
 static Launch prepare_cached(DecodeParams params, Memory& memory) {
-  memory.assign(varlen_schedule_bytes(params.batch), 0xff);
+  memory.assign(cached_forward_size<kConfig>("cached forward", params).workspace_bytes, 0xff);
   params.workspace = memory.data();
-  check_cached_forward<kConfig>("cached forward", params);
   const ForwardParams forward = forward_params_of(params);
   const auto args = make_cached_arguments<kConfig>(params, forward);
   const varlen::Arguments before =

@@ -122,9 +122,9 @@ def _kind(problem: DecodeProblem) -> tuple[bool, bool]:
     return problem.split_tokens is not None, problem.tree_words > 0
 
 
-def forward_config_of(problem: DecodeProblem) -> ForwardConfig | None:
+def forward_config_of(problem: DecodeProblem) -> ForwardConfig:
     """The cached forward kernel of a problem that has neither unfit_reason nor forward_reason; with
-    split_tokens it gives a row the bits of the decode kernel. None: there is none."""
+    split_tokens it gives a row the bits of the decode kernel."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
     return select_cached_forward_config(NAMES[problem.dtype], head_dim, *_kind(problem))
 
@@ -133,8 +133,6 @@ def forward_reason(problem: DecodeProblem) -> str | None:
     """Why a problem that is not unfit runs on a decode kernel, not on a forward kernel; or None."""
     if problem.rows <= DECODE_ROWS:
         return f"up to {DECODE_ROWS} packed rows"
-    if forward_config_of(problem) is None:
-        return f"no forward kernel has spans of keys at head dim {problem.head_dim}"
     if reads_bytes(problem):
         return _widening_reason(problem)
     given = sorted(problem.given & _DESCALES)

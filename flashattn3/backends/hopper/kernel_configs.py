@@ -183,7 +183,7 @@ DECODE_CONFIGS = tuple(
     DecodeConfig(dtype, *tile, spans=spans, measured=SPANS_MEASURED if spans else DECODE_MEASURED)
     for spans, tiles in (
         (False, ((64, 64, 4, 4, 2, 1), (128, 64, 2, 1, 2, 1), (256, 32, 2, 2, 1, 2))),
-        (True, ((64, 64, 4, 4, 2, 1), (128, 64, 4, 1, 2, 1), (256, 32, 2, 2, 1, 2))),
+        (True, ((64, 128, 2, 2, 2, 1), (128, 64, 4, 1, 2, 1), (256, 64, 2, 2, 1, 1))),
     )
     for tile in tiles
     for dtype in SIXTEEN_BIT
@@ -235,7 +235,11 @@ CACHED_FORWARD_CONFIGS += tuple(
     ForwardConfig(
         dtype, head_dim, head_dim, True, *tile, cached=True, spans=True, measured=SPANS_MEASURED
     )
-    for head_dim, *tile in ((64, 192, 64, 4, 3, 2), (128, 192, 64, 2, 3, 1))
+    for head_dim, *tile in (
+        (64, 192, 128, 3, 3, 2),
+        (128, 192, 64, 2, 3, 1),
+        (256, 128, 64, 2, 2, 1),
+    )
     for dtype in SIXTEEN_BIT
 )
 CACHED_FORWARD_CONFIGS += tuple(
