@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .fp8 import as_float16
+from .fp8 import widened_e4m3
 
 # The least unit of a row: the inverse of a smaller one may overflow.
 SMALLEST_UNIT = tl.constexpr(2.0**-100)
@@ -13,7 +13,7 @@ SMALLEST_UNIT = tl.constexpr(2.0**-100)
 def widened(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Bytes of e4m3, or int8, in a dtype of 16 bits, exactly; others as they are."""
     if x.dtype == tl.uint8:
-        wide = as_float16(x, NATIVE_FP8).to(DTYPE)
+        wide = widened_e4m3(x, DTYPE, NATIVE_FP8)
     elif x.dtype == tl.int8:
         wide = x.to(DTYPE)
     else:
