@@ -195,6 +195,12 @@ def test_what_ptxas_says_is_judged(text, error, tmp_path, capsys):
     assert ("WRONG: " in capsys.readouterr().out) == (error is not None)
 
 
+def test_a_unit_may_spill_what_its_kernels_may():
+    for config in all_configs():
+        of_unit = ptxas.max_spill_bytes(units.unit_name(config))
+        assert of_unit >= ptxas.max_spill_bytes(config.name), config.name
+
+
 def test_no_log_is_no_pass(tmp_path):
     assert ptxas.main(tmp_path) == 1
     (tmp_path / "row.cu").touch()

@@ -19,7 +19,7 @@ def _widening(shift: int, nan: str, scale: str) -> str:
     """Assembly that widens four e4m3 bytes, two in each register. A byte is moved to the high end
     of its half, its exponent and mantissa down by `shift` to the fields of the wider type, whose
     greater bias the product with `scale` takes away, exactly for subnormals too. The magnitude 0x7f
-    alone carries into one bit more, `$n`, from which `nan` makes an exponent of ones."""
+    alone carries into one bit more, n, from which `nan` makes an exponent of ones."""
     fields, one = 0x7F007F00 >> shift, 0x01000100 >> shift
     text = "{ .reg .b32 a, m, n, x;"
     for half, bytes_of in enumerate((0x1404, 0x3424)):
