@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton import knobs
 
+# Whether Triton interprets the kernels, which it decides when it decorates them.
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 FULL = tl.constexpr(1)  # the stage of full blocks, see stage_range
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -3,14 +3,10 @@ converts it to dQ."""
 
 import triton
 import triton.language as tl
-from triton import knobs
 
 from .backward_parts import block_and_head, lse_delta_start
 from .column_parts import column_parts, scale_parts, store_parts, tile_pointers
-from .common import row_pointer, sequence, strides_of
-
-# Whether Triton interprets the kernels below, which it decides when it decorates them.
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+from .common import INTERPRETED, row_pointer, sequence, strides_of
 
 
 @triton.jit

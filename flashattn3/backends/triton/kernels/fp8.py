@@ -12,7 +12,7 @@ the type. All of them multiply int8.
 import triton
 import triton.language as tl
 
-from .dq_accum import INTERPRETED
+from .common import INTERPRETED
 
 
 def _widening(shift: int, nan: str, scale: str) -> str:
