@@ -35,6 +35,7 @@ from flashattn3_bench.cached_suite import HOST_WORK
 from flashattn3_bench.checking import Case
 from flashattn3_bench.checking.distributions import cases as distribution_cases
 from flashattn3_bench.command import ALL
+from flashattn3_bench.figure import COLORS
 from flashattn3_bench.inputs import make_inputs, prepare, quantized
 from flashattn3_bench.memory import peak_bytes
 from flashattn3_bench.precision import PRECISIONS, arguments_in, errors
@@ -332,7 +333,7 @@ def test_host_suite_on_a_cpu(bench, few_samples):
 def test_host_time_with_an_option(run, work, other, few_samples):
     found = list(run(work, replace(SETTINGS, dtype=torch.float16)))
     assert [(r["provider"], r["status"]) for r in found] == [(OURS, "ok"), (other, "ok")]
-    assert all(r["median_ms"] > 0 for r in found)
+    assert all(r["median_ms"] > 0 and r["provider"] in COLORS for r in found)
 
 
 def test_a_wrong_call_has_no_host_time(bench, few_samples, monkeypatch):

@@ -78,8 +78,8 @@ def random_case(draw: random.Random, sizes: Sizes) -> CacheCase:
 
 
 def is_taken(inputs: CacheInputs, backend: str) -> bool:
-    """Whether a backend takes a call: Hopper leaves some to others, which get them where no backend
-    is named."""
+    """Whether a backend takes a call. Hopper refuses some; where no backend is named,
+    another one then takes them."""
     given = {**inputs.arguments, "return_lse": True}
     try:
         return explain_with_kvcache(**given, backend=backend).backend == backend

@@ -144,10 +144,11 @@ def test_the_gradient_keeps_what_was_in_force_in_its_forward(device, monkeypatch
 def test_a_node_is_used_only_where_torch_has_the_known_operator(kind, node, monkeypatch):
     torch_version = f"torch {torch.__version__}"
     if kind == "switch":
+        has_kernel = "_dispatch_has_kernel_for_dispatch_key"  # an earlier call's, on a GPU
+        monkeypatch.setattr(torch._C, has_kernel, lambda *_: False)
         for on in ("", "true"):
             monkeypatch.setenv(aten_node.SWITCH, on)
-            reason = aten_node.unusable_reason.__wrapped__(node)
-            assert reason is None or "another copy" in reason  # one that an earlier call has
+            assert aten_node.unusable_reason.__wrapped__(node) is None
         monkeypatch.setenv(aten_node.SWITCH, "0")
         wanted = "FLASHATTN3_AUTOGRAD_NODE=0"
     elif kind == "schema":
