@@ -25,7 +25,7 @@ LOG_SUFFIX = ".cu.o.log"
 def max_spill_bytes(name: str) -> int:
     if of_d256 := re.search("_(e4m3|int8)_d256", name):
         return MAX_SPILL_BYTES_D256[of_d256[1]]
-    # Of a unit, which has all cached forward kernels of a head dim, or of a kernel config.
+    # A unit has all cached forward kernels of a head dim, those with spans too.
     if re.fullmatch("forward_(cached_.*_d256|.*_d256_.*_spans)", name):
         return MAX_SPILL_BYTES_SPANS
     return MAX_SPILL_BYTES_8_BIT if re.search("_(e4m3|int8)_", name) else MAX_SPILL_BYTES
