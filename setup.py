@@ -1,4 +1,5 @@
-"""Adds the compiled Hopper kernels where they are wanted; all else is in pyproject.toml.
+"""Adds the types of public functions, and the compiled Hopper kernels where they are wanted; all
+else is in pyproject.toml.
 
 FLASHATTN3_BUILD=cuda builds them (no GPU needed), =python does not. Unset: they are built where
 nvcc 12.4 or newer is installed and a Hopper GPU is visible.
@@ -10,14 +11,24 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 from build_support.build import build
 from build_support.ninja_file import OPS_LIBRARY
 from build_support.toolchain import BuildError, kernels_are_wanted
+from build_support.type_stubs import write_type_stubs
 
 # Where the project is: docs/release.md says when to set it.
 PROJECT_URL = ""
 PAGES = {"Homepage": "", "Changelog": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
+
+
+class BuildTypes(build_py):
+    """An editable install has them in the checkout, which type checkers read."""
+
+    def run(self) -> None:
+        super().run()
+        write_type_stubs(Path("" if self.editable_mode else self.build_lib, "flashattn3"))
 
 
 class BuildKernels(build_ext):
@@ -44,13 +55,14 @@ class BuildKernels(build_ext):
 
 def setup_arguments() -> dict[str, object]:
     urls = {name: PROJECT_URL + page for name, page in PAGES.items()} if PROJECT_URL else {}
+    plain = {"project_urls": urls, "cmdclass": {"build_py": BuildTypes}}
     if not kernels_are_wanted():
-        return {"project_urls": urls}
+        return plain
     return {
-        "project_urls": urls,
+        **plain,
         # It makes the wheel one of this platform. The library holds nothing of Python.
         "ext_modules": [Extension("flashattn3._lib", sources=[], py_limited_api=True)],
-        "cmdclass": {"build_ext": BuildKernels},
+        "cmdclass": {"build_ext": BuildKernels, "build_py": BuildTypes},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 

@@ -15,7 +15,7 @@ from build_support.toolchain import BuildError, find_toolchain
 
 # Folders and files of a checkout that git does not track.
 UNTRACKED = (".git", ".venv*", "build", "dist", "out", "site", "*.egg-info", "*.so", "_lib")
-UNTRACKED += ("__pycache__", ".*cache*")
+UNTRACKED += ("__pycache__", ".*cache*", "*.pyi")
 SOURCES = ("flashattn3", "build_support", "third_party", "csrc")
 
 

@@ -1,14 +1,14 @@
-"""Writes the types of the public functions whose arguments decide what they return, the .pyi files
-of flashattn3, from their sources.
+"""Types of the public functions whose arguments decide what they return, as .pyi files that a build
+writes beside their sources: ``python -m build_support.type_stubs`` writes them into the checkout.
 
 A function that returns the log-sum-exp on request has an overload for each answer, which would
-stand four times in the source. ``python .ci/stubs.py`` writes; a test compares.
+stand four times in the source.
 """
+
+from __future__ import annotations
 
 import ast
 import copy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,19 +39,22 @@ OF_TENSORS = (  # of rotate_and_quantize
 
 
 def stub(source: str) -> str:
-    """The text of a .pyi: imports, classes and public functions without their bodies."""
-    lines = ["from typing import Literal, overload"]
+    """The text of a .pyi: classes and public functions without their bodies, and what they name."""
+    imports, lines = [ast.parse("from typing import Literal, overload").body[0]], []
     for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-            continue
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            lines.append(ast.unparse(node))
+            imports.append(node)
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             lines += map(ast.unparse, overloads(node))
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             node.body = [bodiless(item) for item in node.body if not isinstance(item, ast.Expr)]
             lines.append(ast.unparse(node))
-    return formatted("\n".join(lines))
+    nodes = ast.walk(ast.parse("\n".join(lines)))
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    for node in imports:
+        node.names = [name for name in node.names if (name.asname or name.name) in named]
+    head = [ast.unparse(node) for node in imports if node.names]
+    return "\n".join((*head, *lines, ""))
 
 
 def overloads(function: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
@@ -96,19 +99,16 @@ def bodiless(node: ast.stmt) -> ast.stmt:
     return node
 
 
-def formatted(text: str) -> str:
-    for command in (("check", "--fix", "--quiet", "--select", "F401,I"), ("format", "--quiet")):
-        ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename", PACKAGE / "x.pyi", "-"]
-        text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
-    return text
+def type_stubs() -> dict[str, str]:
+    """Name of each file in the package → its text."""
+    return {f"{name}.pyi": stub((PACKAGE / f"{name}.py").read_text()) for name in STUBBED}
 
 
-def stubs() -> dict[Path, str]:
-    """Path of each stub → what it must hold."""
-    sources = {name: PACKAGE / f"{name}.py" for name in STUBBED}
-    return {path.with_suffix(".pyi"): stub(path.read_text()) for path in sources.values()}
+def write_type_stubs(package: Path = PACKAGE) -> None:
+    """Write them into the package, or into a copy of it."""
+    for name, text in type_stubs().items():
+        (package / name).write_text(text)
 
 
 if __name__ == "__main__":
-    for path, text in stubs().items():
-        path.write_text(text)
+    write_type_stubs()
