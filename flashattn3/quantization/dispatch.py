@@ -30,24 +30,6 @@ def layout_of_v(v: Tensor) -> str:
     return "permuted" if on_hopper(v) else "rows"
 
 
-def sample_mean(*arguments: object) -> Tensor:
-    """Return float32 (batch, heads, head_dim); same arguments as smoothing.sample_mean."""
-    run = _opaque_sample_mean if is_opaque(arguments[0]) else _sample_mean
-    return run(*arguments)
-
-
-def quantize(*arguments: object) -> tuple[Tensor, Tensor]:
-    """Return data, in the given layout, and descale; same arguments as _quantize."""
-    run = _opaque_quantize if is_opaque(arguments[0]) else _quantize
-    return run(*arguments)
-
-
-def quantize_qkv(*arguments: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return data and descale of q, k and v, v in layout_of_v; same arguments as _quantize_qkv."""
-    run = _opaque_quantize_qkv if is_opaque(arguments[0]) else _quantize_qkv
-    return run(*arguments)
-
-
 def scaled_qkv(
     q: Tensor,
     k: Tensor,
@@ -69,22 +51,17 @@ def scaled_qkv(
     return *quantize_qkv(q, k, v, block, hadamard, *lengths, qk_dtype, mean), mean
 
 
-def dequantize(*arguments: object) -> Tensor:
-    """Return the values of 8 bits, rotated as they are; same arguments as _dequantize."""
-    run = _opaque_dequantize if is_opaque(arguments[0]) else _dequantize
-    return run(*arguments)
-
-
 def is_opaque(x: Tensor) -> bool:
     """Whether torch must not trace into kernel launches, or x has no data to launch on."""
     return x.is_meta or is_traced()
 
 
 def _sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+    """Return float32 (batch, heads, head_dim)."""
     x, cu_seqlens = _rows_dense(x), _dense(cu_seqlens)
     if on_hopper(x) and x.dtype in SIXTEEN_BIT:
         return torch.ops.flashattn3_hopper.sample_mean.default(x, cu_seqlens, max_seqlen or 0)
-    if on_triton(x):
+    if on_triton(x, x.shape[-1]):
         from . import triton_launch as implementation  # imports Triton
     else:
         implementation = smoothing
@@ -101,6 +78,7 @@ def _quantize(
     dtype: torch.dtype,
     mean: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Return data, in the given layout, and descale."""
     hopper = on_hopper(x)
     x, cu_seqlens = _rows_dense(x), _dense(cu_seqlens)
     if hopper and x.dtype in SIXTEEN_BIT:
@@ -114,7 +92,7 @@ def _quantize(
             layout == "permuted",
             dtype == INT8,
         )
-    if on_triton(x):
+    if on_triton(x, x.shape[-1]):
         from . import triton_launch as implementation  # imports Triton
     else:
         implementation = torch_operations
@@ -138,6 +116,7 @@ def _quantize_qkv(
     qk_dtype: torch.dtype,
     k_mean: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return data and descale of q, k and v, v in layout_of_v."""
     if on_hopper(q if q.shape[-1] > v.shape[-1] else v):
         return torch.ops.flashattn3_hopper.quantize_qkv.default(
             _rows_dense(q),
@@ -167,17 +146,17 @@ def _dequantize(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """data: of scaled_qkv; what has another shape than ``shape``, that of the result, is permuted.
-    Rows of no sequence are 0."""
-    if shape[-1] <= TRITON_MAX_HEAD_DIM and runs_on("triton", data.device.type, data.device.index):
+    """Return the values of 8 bits, rotated as they are. data: of scaled_qkv; what has another shape
+    than ``shape``, that of the result, is permuted. Rows of no sequence are 0."""
+    if on_triton(data, shape[-1]):
         from . import triton_launch as implementation  # imports Triton
     else:
         implementation = torch_operations
     return implementation.dequantize(data, descale, block, _dense(cu_seqlens), shape, dtype)
 
 
-def on_triton(x: Tensor) -> bool:
-    return x.shape[-1] <= TRITON_MAX_HEAD_DIM and runs_on("triton", x.device.type, x.device.index)
+def on_triton(x: Tensor, head_dim: int) -> bool:
+    return head_dim <= TRITON_MAX_HEAD_DIM and runs_on("triton", x.device.type, x.device.index)
 
 
 def _rows_dense(x: Tensor) -> Tensor:
@@ -216,52 +195,22 @@ def in_own_memory(function: Callable[..., Sequence[Tensor]]) -> Callable[..., Se
     return run
 
 
-# Custom ops for the compiler, tracing modes and transforms, which cannot trace kernel launches.
-_opaque_sample_mean = torch.library.custom_op(
-    "flashattn3::sample_mean",
-    _sample_mean,
-    mutates_args=(),
-    schema="(Tensor x, Tensor? cu_seqlens, SymInt? max_seqlen) -> Tensor",
-)
-_opaque_quantize = torch.library.custom_op(
-    "flashattn3::quantize",
-    _quantize,
-    mutates_args=(),
-    schema="(Tensor x, int block, bool hadamard, Tensor? cu_seqlens, SymInt? max_seqlen, "
-    "str layout, ScalarType dtype, Tensor? mean) -> (Tensor data, Tensor descale)",
-)
-_opaque_quantize_qkv = torch.library.custom_op(
-    "flashattn3::quantize_qkv",
-    in_own_memory(_quantize_qkv),
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, int block, bool hadamard, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, ScalarType qk_dtype, "
-    "Tensor? k_mean) -> "
-    "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)",
-)
+def opaque(
+    name: str, run: Callable, schema: str, fake: Callable, convert: Callable = lambda run: run
+) -> Callable:
+    """``run``; a custom operator where ``is_opaque`` says so, of ``convert(run)``."""
+    operator = torch.library.custom_op(
+        f"flashattn3::{name}", convert(run), mutates_args=(), schema=schema
+    )
+    operator.register_fake(fake)
+    return lambda *arguments: (operator if is_opaque(arguments[0]) else run)(*arguments)
 
 
-_opaque_dequantize = torch.library.custom_op(
-    "flashattn3::dequantize",
-    _dequantize,
-    mutates_args=(),
-    schema="(Tensor data, Tensor descale, int block, Tensor? cu_seqlens, SymInt[] shape, "
-    "ScalarType dtype) -> Tensor",
-)
-
-
-@_opaque_dequantize.register_fake
-def _dequantize_fake(data, descale, block, cu_seqlens, shape, dtype):
-    return data.new_empty(shape, dtype=dtype)
-
-
-@_opaque_sample_mean.register_fake
 def _sample_mean_fake(x, cu_seqlens, max_seqlen):
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_empty((batch, *x.shape[-2:]), dtype=torch.float32)
 
 
-@_opaque_quantize.register_fake
 def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype, mean=None):
     varlen = cu_seqlens is not None
     batch, seqlen = (cu_seqlens.shape[0] - 1, max_seqlen) if varlen else x.shape[:2]
@@ -270,23 +219,45 @@ def _quantize_fake(x, block, hadamard, cu_seqlens, max_seqlen, layout, dtype, me
     return x.new_empty(shape, dtype=dtype), descale
 
 
-@_opaque_quantize_qkv.register_fake
-def _quantize_qkv_fake(
-    q,
-    k,
-    v,
-    block,
-    hadamard,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    qk_dtype,
-    k_mean,
-):
-    of_k = (cu_seqlens_k, max_seqlen_k)
+def _quantize_qkv_fake(q, k, v, block, hadamard, edges_q, edges_k, longest_q, longest_k, dtype, _):
     return (
-        *_quantize_fake(q, block, hadamard, cu_seqlens_q, max_seqlen_q, "rows", qk_dtype),
-        *_quantize_fake(k, block, hadamard, *of_k, "rows", qk_dtype),
-        *_quantize_fake(v, block, False, *of_k, layout_of_v(v), FP8),
+        *_quantize_fake(q, block, hadamard, edges_q, longest_q, "rows", dtype),
+        *_quantize_fake(k, block, hadamard, edges_k, longest_k, "rows", dtype),
+        *_quantize_fake(v, block, False, edges_k, longest_k, layout_of_v(v), FP8),
     )
+
+
+def _dequantize_fake(data, descale, block, cu_seqlens, shape, dtype):
+    return data.new_empty(shape, dtype=dtype)
+
+
+sample_mean = opaque(
+    "sample_mean",
+    _sample_mean,
+    "(Tensor x, Tensor? cu_seqlens, SymInt? max_seqlen) -> Tensor",
+    _sample_mean_fake,
+)
+quantize = opaque(
+    "quantize",
+    _quantize,
+    "(Tensor x, int block, bool hadamard, Tensor? cu_seqlens, SymInt? max_seqlen, str layout, "
+    "ScalarType dtype, Tensor? mean) -> (Tensor data, Tensor descale)",
+    _quantize_fake,
+)
+quantize_qkv = opaque(
+    "quantize_qkv",
+    _quantize_qkv,
+    "(Tensor q, Tensor k, Tensor v, int block, bool hadamard, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, ScalarType qk_dtype, "
+    "Tensor? k_mean) -> "
+    "(Tensor q, Tensor q_descale, Tensor k, Tensor k_descale, Tensor v, Tensor v_descale)",
+    _quantize_qkv_fake,
+    in_own_memory,
+)
+dequantize = opaque(
+    "dequantize",
+    _dequantize,
+    "(Tensor data, Tensor descale, int block, Tensor? cu_seqlens, SymInt[] shape, "
+    "ScalarType dtype) -> Tensor",
+    _dequantize_fake,
+)

@@ -30,7 +30,7 @@ def rotate_and_quantize(
     """Return data and descale of q, k and v, which are None where k and v are, and k's mean."""
     q, k, v = sides
     given = q, k, v, *embedding, *lengths, block, hadamard, qk_dtype, smooth_k
-    found = (_opaque if dispatch.is_opaque(q) else _run)(*given)
+    found = _rotate_and_quantize(*given)
     data = found[:6] if k is not None else (*found[:2], *(None,) * 4)
     return *data, found[6] if smooth_k else None
 
@@ -39,7 +39,7 @@ def rotated(
     x: Tensor, embedding: Embedding, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> Tensor:
     """x rotated, without a norm, in its dtype. Rows of no sequence are anything."""
-    if dispatch.is_opaque(x) or not dispatch.on_triton(x):
+    if dispatch.is_opaque(x) or not dispatch.on_triton(x, x.shape[-1]):
         return embedded(x, None, embedding, cu_seqlens).to(x.dtype)
     from . import embedding_launch  # imports Triton
 
@@ -78,7 +78,7 @@ def _run(
         found = hopper_launch.rotate_and_quantize(call)
         if found is not None:
             return [*(nothing if x is None else x for x in found), of_mean]
-    if dispatch.on_triton(widest) and _fits_on_chip(widest, block):
+    if dispatch.on_triton(widest, widest.shape[-1]) and _fits_on_chip(widest, block):
         from .embedding_launch import rotate_and_quantize as launch  # imports Triton
 
         permuted = k is not None and dispatch.layout_of_v(v) == "permuted"
@@ -103,17 +103,6 @@ def _fits_on_chip(x: Tensor, block: int) -> bool:
     return not 0 < (device.lowering or 0) < 90 or block * columns <= MAX_TILE_BELOW_90
 
 
-_opaque = torch.library.custom_op(
-    "flashattn3::rotate_and_quantize",
-    dispatch.in_own_memory(_run),
-    mutates_args=(),
-    schema="(Tensor q, Tensor? k, Tensor? v, Tensor? q_norm, Tensor? k_norm, Tensor? cos, "
-    "Tensor? sin, Tensor? positions, bool interleaved, float eps, Tensor? cu_seqlens, "
-    "SymInt? max_seqlen, int block, bool hadamard, ScalarType qk_dtype, bool smooth_k) -> Tensor[]",
-)
-
-
-@_opaque.register_fake
 def _fake(q, k, v, q_norm, k_norm, cos, sin, positions, interleaved, eps, cu_seqlens, max_seqlen,
           block, hadamard, qk_dtype, smooth_k):  # fmt: skip
     nothing = q.new_empty(0, dtype=torch.float32)
@@ -130,3 +119,14 @@ def _fake(q, k, v, q_norm, k_norm, cos, sin, positions, interleaved, eps, cu_seq
         found += [x.new_empty(shape, dtype=dtype), nothing.new_empty(descale)]
     of_mean = nothing.new_empty((batch, *k.shape[-2:])) if smooth_k else nothing.new_empty(0)
     return [*found, of_mean]
+
+
+_rotate_and_quantize = dispatch.opaque(
+    "rotate_and_quantize",
+    _run,
+    "(Tensor q, Tensor? k, Tensor? v, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, "
+    "Tensor? positions, bool interleaved, float eps, Tensor? cu_seqlens, SymInt? max_seqlen, "
+    "int block, bool hadamard, ScalarType qk_dtype, bool smooth_k) -> Tensor[]",
+    _fake,
+    dispatch.in_own_memory,
+)
