@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import re
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
+import ptx
 import pytest
+import sass
 from helpers import A100, B200, H100, L4, ORIN, RTX3090
 
 from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
@@ -57,8 +59,23 @@ LIKE_A100 = "chunk", "dim-256-chunk", "tree"
 HEAVIEST = "mixed"
 
 
-def problems_of(shape: str) -> tuple:
-    """A cached call and an append."""
+@dataclass(frozen=True)
+class Report:
+    """What became of one kernel. widths: as ``ptx.memory_widths`` counts them. wrong: buffers of
+    two swizzles, and WGMMA instructions with a wrong descriptor."""
+
+    kernel: str
+    stack_bytes: int
+    shared_memory_bytes: int
+    traps: bool
+    multiplies: bool
+    wgmma: bool
+    widths: Counter
+    wrong: list[str]
+
+
+def problems_of(dim: int, page: int, rows: int, kind: str, dim_v: int | None = None) -> tuple:
+    """A cached call and an append. dim_v: where it is not dim."""
     import torch
 
     from flashattn3.call import cached as of_cache
@@ -67,25 +84,23 @@ def problems_of(shape: str) -> tuple:
     def of(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    dim, page, rows, kind = SHAPES[shape]
     b, heads, heads_kv, ints = 4, 32, 8, torch.int32
     dtypes = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
     stored = dtypes.get(kind.partition(" ")[0], torch.bfloat16)
-    cache = of(99, page or 4096, heads_kv, dim, dtype=stored)
+    caches = [of(99, page or 4096, heads_kv, x, dtype=stored) for x in (dim, dim_v or dim)]
     sizes = {"heads": (b, heads_kv), "pages": (99, 1, heads_kv), "tokens": (99, page, heads_kv)}
     per = next((name for name in sizes if name in kind), None)
     descale = of(*sizes[per], dtype=torch.float32) if per else None
     descales = {"k_descale": descale, "v_descale": descale}
     q, indices = of(b, rows, heads, dim), of(b, dtype=ints)
     table = of(b, 64, dtype=ints) if page else None
-    tensors = of_cache.DecodeTensors(q, cache, cache, indices, table, **descales)
+    tensors = of_cache.DecodeTensors(q, *caches, indices, table, **descales)
     angles = of(4096, dim // 2, dtype=torch.float32)
-    new = q[:, :1, :heads_kv]
+    new = [of(b, 1, heads_kv, x.shape[-1]) for x in caches]
     if per == "tokens":
         descales = {f"{name}_out": x for name, x in descales.items()}
     appended = of_cache.AppendTensors(
-        *(new, new, cache, cache, q, q, indices, table), rotary_cos=angles, rotary_sin=angles,
-        **descales,
+        *new, *caches, q, q, indices, table, rotary_cos=angles, rotary_sin=angles, **descales
     )  # fmt: skip
     options = of_cache.DecodeOptions(causal=True)
     edges = of(b + 1, dtype=ints)
@@ -111,28 +126,27 @@ def problems_of(shape: str) -> tuple:
     return problem, other
 
 
-def compile_all(device: DeviceInfo, shape: str) -> list[tuple]:
-    """Runs in a process of its own."""
+def compile_all(
+    device: DeviceInfo, names: tuple[str, ...], *of: object, padding: int = 0, aligned: bool = True
+) -> list[Report]:
+    """Runs in a process of its own. names: of kernels. of: the arguments of ``problems_of``."""
     from support.cached_launches import sample_launches
 
     from flashattn3.backends.triton.cache_tiles import select_tile
     from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
-    problem, other = problems_of(shape)
-    tile = select_tile(problem, device)
-    dense = select_tile(replace(problem, page_size=0), device)
-    row = problem.head_dim * problem.cache_dtype.itemsize
-    loaded_ahead = (dense.num_stages - 1) * tile.block_n * 2 * row
+    problem, other = problems_of(*of)
+    launches = sample_launches(problem, other, select_tile(problem, device), padding)
     reports = []
-    for name, launch in sample_launches(problem, other, tile).items():
-        kernel = compile_kernel(launch, device.capability)
-        needs = resources(kernel)
-        ptx = kernel.asm["ptx"]
-        widths = re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)", ptx)
-        reports.append(
-            (name, needs.stack_bytes, needs.shared_memory_bytes, "trap;" in ptx, "mma" in ptx,
-             sorted({int(x, 16) for x in widths}), loaded_ahead, tile.few_m)
-        )  # fmt: skip
+    for name in names:
+        kernel = compile_kernel(launches[name], device.capability, aligned)
+        needs, code = resources(kernel), kernel.asm["ptx"]
+        wrong, wgmma = ptx.buffers_of_two_swizzles(code), "wgmma" in code
+        if wgmma:
+            wrong += sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
+        sizes = needs.stack_bytes, needs.shared_memory_bytes
+        says = "trap;" in code, "mma" in code, wgmma, ptx.memory_widths(code), wrong
+        reports.append(Report(name, *sizes, *says))
     return reports
 
 
@@ -141,7 +155,7 @@ def test_what_is_swept_is_launched_on_another_chip(chip):
     from flashattn3.backends.triton.cache_tiles import select_tile
 
     for shape in (shape for shape in SHAPES if is_swept(chip, shape)):
-        problem, _ = problems_of(shape)
+        problem, _ = problems_of(*SHAPES[shape])
         tiles = [select_tile(problem, device) for device in (chip, ALIKE[chip])]
         of_chip = {"num_ctas": 0, "arch": None, "native_fp8": False}
         assert tiles[0]._replace(**of_chip) == tiles[1]._replace(**of_chip)
@@ -166,25 +180,31 @@ KERNELS = [
 
 @pytest.mark.parametrize(("chip", "shape"), KERNELS)
 def test_kernels_fit_their_chip(chip, shape, compilers):
-    reports = compilers.submit(compile_all, chip, shape).result()
-    assert [report[0] for report in reports] == ["decode", "combine_parts", "append"]
+    from flashattn3.backends.triton.cache_tiles import select_tile
+
+    names = "decode", "combine_parts", "append"
+    reports = compilers.submit(compile_all, chip, names, *SHAPES[shape]).result()
     budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
-    for name, stack_bytes, shared_memory_bytes, traps, multiplies, *loads in reports:
-        assert not traps, name
-        assert shared_memory_bytes <= budget, name
-        assert stack_bytes <= SPILL_BOUND_BYTES.get(shape, 0) * (name == "decode"), name
-        if name == "decode":
-            widths, loaded_ahead, few_rows = loads
-            assert multiplies
-            # Keys 16 bytes at once, as many stages ahead as of a dense cache; entries of the table.
-            wanted = [4, 16][SHAPES[shape][1] == 0 :]
-            if SHAPES[shape][3].startswith(("e4m3", "int8")):
-                # Besides 4 bytes of descales; Triton 3.9 loads one tile of 8 bits by 8 bytes.
-                assert widths[-1] == 16 and {*widths} <= {4, 8, 16}
-                widths = wanted
-            assert widths == wanted
-            assert shared_memory_bytes >= loaded_ahead
-            assert few_rows == (16 if shape == "mixed" else 0)
+    for report in reports:
+        assert not report.traps, report.kernel
+        assert report.shared_memory_bytes <= budget, report.kernel
+        bound = SPILL_BOUND_BYTES.get(shape, 0) * (report.kernel == "decode")
+        assert report.stack_bytes <= bound, report.kernel
+    decode = reports[0]
+    assert decode.multiplies
+    # Keys 16 bytes at once, as many stages ahead as of a dense cache; entries of the table.
+    widths = sorted(size for kind, size in decode.widths if kind == "cp.async")
+    wanted = [4, 16][SHAPES[shape][1] == 0 :]
+    if SHAPES[shape][3].startswith(("e4m3", "int8")):
+        # Besides 4 bytes of descales; Triton 3.9 loads one tile of 8 bits by 8 bytes.
+        assert widths[-1] == 16 and {*widths} <= {4, 8, 16}
+        widths = wanted
+    assert widths == wanted
+    problem, _ = problems_of(*SHAPES[shape])
+    tile, dense = (select_tile(x, chip) for x in (problem, replace(problem, page_size=0)))
+    row = problem.head_dim * problem.cache_dtype.itemsize
+    assert decode.shared_memory_bytes >= (dense.num_stages - 1) * tile.block_n * 2 * row
+    assert tile.few_m == (16 if shape == "mixed" else 0)
 
 
 def compile_combine(device: DeviceInfo, head_dim: int) -> tuple[int, bool]:
@@ -203,58 +223,14 @@ def compile_combine(device: DeviceInfo, head_dim: int) -> tuple[int, bool]:
     strides = (*rows, *rows[1:], *lse, *lse[1:])
     sample = launch.sample(("fp32", "fp32", "bf16", "fp32"), strides, (64,) * 4)
     kernel = compile_kernel(sample, device.capability)
-    return resources(kernel).stack_bytes, re.search(
-        r"ld.global.v[24].b32", kernel.asm["ptx"]
-    ) is not None
+    widths = ptx.memory_widths(kernel.asm["ptx"])
+    return resources(kernel).stack_bytes, any(kind == "ld" and n >= 8 for kind, n in widths)
 
 
 @pytest.mark.parametrize("head_dim", [64, 512, 576])
 @pytest.mark.parametrize("chip", [ORIN, H100], ids=lambda chip: f"sm{chip.capability}")
 def test_combine_does_not_spill(chip, head_dim, compilers):
     assert compilers.submit(compile_combine, chip, head_dim).result() == (0, True)
-
-
-def compile_dims(
-    names, device: DeviceInfo, dim, dim_v, page, rows, padding, aligned, stored="bfloat16"
-) -> list[tuple]:
-    """Runs in a process of its own. Of "decode" or "append", or both: name, widths of memory
-    instructions, whether there is a WGMMA, and which buffers or descriptors are wrong."""
-    import ptx
-    import sass
-    import torch
-    from support.cached_launches import sample_launches
-
-    from flashattn3.backends.triton.cache_tiles import select_tile
-    from flashattn3.call import cached as of_cache
-    from flashattn3.call.metadata import metadata_of
-    from flashattn3_bench.ahead_of_time import compile_kernel
-
-    def of(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q, lengths = of(4, rows, 4, dim), of(4, dtype=torch.int32)
-    caches = [of(99, page or 704, 2, x, dtype=getattr(torch, stored)) for x in (dim, dim_v)]
-    table = of(4, 64, dtype=torch.int32) if page else None
-    tensors = of_cache.DecodeTensors(q, *caches, lengths, table)
-    options = of_cache.DecodeOptions(causal=True)
-    problem = of_cache.describe_decode(tuple(map(metadata_of, tensors)), options, rows)
-    new, angles = [of(4, 1, 2, x) for x in (dim, dim_v)], of(99, dim // 2)
-    appended = of_cache.AppendTensors(
-        *new, *caches, q, q, lengths, table, rotary_cos=angles, rotary_sin=angles
-    )
-    appended = tuple(map(metadata_of, appended))
-    other = of_cache.describe_append(appended, of_cache.AppendOptions())
-    launches = sample_launches(problem, other, select_tile(problem, device), padding)
-    reports = []
-    for name in names:
-        kernel = compile_kernel(launches[name], device.capability, aligned)
-        code, stale = kernel.asm["ptx"], []
-        if "wgmma" in code:
-            stale = sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
-        widths = sorted((*key, count) for key, count in ptx.memory_widths(code).items())
-        swizzles = ptx.buffers_of_two_swizzles(code)
-        reports.append((name, widths, "wgmma" in code, swizzles, stale))
-    return reports
 
 
 @pytest.mark.parametrize(
@@ -266,34 +242,31 @@ def compile_dims(
     ids=str,
 )
 def test_odd_multiples_of_8_load_as_wide_as_the_next_of_16(dims, page_size, queries, compilers):
-    names, rest = ("decode", "append"), (page_size, queries, 0, True)
+    names = "decode", "append"
     both = [
-        compilers.submit(compile_dims, names, H100, *of, *rest)
-        for of in (dims, [dim + 8 for dim in dims])
+        compilers.submit(compile_all, H100, names, dim, page_size, queries, "", dim_v)
+        for dim, dim_v in (dims, [x + 8 for x in dims])
     ]
-    found, wanted = (submitted.result() for submitted in both)
-    for odd, even in zip(found, wanted, strict=True):
-        assert odd[:3] == even[:3]
-        assert not odd[4]
+    for odd, even in zip(*(submitted.result() for submitted in both), strict=True):
+        assert (odd.widths, odd.wgmma) == (even.widths, even.wgmma)
+        assert not odd.wrong
         # append's tables of angles are loaded by the element, in either case.
-        assert odd[0] == "append" or all(size != 2 for _, size, _ in odd[1])
+        assert odd.kernel == "append" or all(size != 2 for _, size in odd.widths)
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["odd-strides", "unaligned"])
-@pytest.mark.parametrize("dims", [(40, 24), (64, 32), (32, 16), (128, 16)], ids=str)
-def test_single_elements_of_k_and_v_have_one_swizzle(dims, aligned, compilers):
-    """As in test_ahead_of_time.py."""
-    of = ("decode",), H100, *dims, 0, 100, int(aligned), aligned
-    (decode,) = compilers.submit(compile_dims, *of).result()
-    _, widths, multiplies, two_swizzles, stale = decode
-    assert multiplies and not two_swizzles and not stale
-    assert not any(kind == "cp.async" for kind, *_ in widths)
+# (dims, dtype of the caches, how their rows lie)
+ONE_BUFFER = [
+    *((dims, "", {"padding": 1}) for dims in ((40, 24), (64, 32), (32, 16), (128, 16))),
+    *((dims, "", {"aligned": False}) for dims in ((40, 24), (64, 32), (32, 16), (128, 16))),
+    *((dims, "e4m3", {}) for dims in ((64, 32), (40, 24))),
+]
 
 
-@pytest.mark.parametrize("dims", [(64, 32), (40, 24)], ids=str)
-def test_widened_keys_and_values_have_one_swizzle(dims, compilers):
-    """They are stored for WGMMA in turns, in one buffer."""
-    of = ("decode",), H100, *dims, 0, 100, 0, True, "float8_e4m3fn"
-    (decode,) = compilers.submit(compile_dims, *of).result()
-    _, _, multiplies, two_swizzles, stale = decode
-    assert multiplies and not two_swizzles and not stale
+@pytest.mark.parametrize(("dims", "stored", "how"), ONE_BUFFER, ids=str)
+def test_keys_and_values_in_one_buffer_have_one_swizzle(dims, stored, how, compilers):
+    """As in test_ahead_of_time.py: single elements are not loaded ahead. Widened K and V are stored
+    for WGMMA in turns."""
+    of = dims[0], 0, 100, stored, dims[1]
+    (decode,) = compilers.submit(compile_all, H100, ("decode",), *of, **how).result()
+    assert decode.wgmma and not decode.wrong
+    assert not how or not any(kind == "cp.async" for kind, _ in decode.widths)
