@@ -6,7 +6,13 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import TRITON_DTYPES, cached_calls_of_an_h100, library_double, needs_hopper
+from helpers import (
+    SIXTEEN_BIT,
+    TRITON_DTYPES,
+    cached_calls_of_an_h100,
+    library_double,
+    needs_hopper,
+)
 
 from flashattn3 import cached_explanation, explain_with_kvcache, flash_attn_with_kvcache
 from flashattn3.backends.hopper.backend import HopperBackend
@@ -19,11 +25,6 @@ from flashattn3.run.shared_prefix import is_one_launch
 
 PAGE, PREFIX = 16, 48  # a whole number of pages, so that one table holds both parts
 LENGTHS, QUERIES = (20, 33, 3), (1, 5, 3)
-BACKENDS = [
-    *(("reference", dtype) for dtype in (torch.float16, torch.float64)),
-    *(("triton", dtype) for dtype in TRITON_DTYPES),
-    pytest.param("hopper", torch.bfloat16, marks=needs_hopper),
-]
 CASES = {
     "decode": (1, {}),
     "chunk": (3, {"causal": True}),
@@ -59,156 +60,86 @@ def call_of(
     return arguments, prefix, own
 
 
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+DESCALES = {"one": (1,), "pages": (20, 1, 2), "tokens": (20, PAGE, 2)}
+DESCALED = "decode", "chunk", "ragged-sinks"
+# Backend, q's dtype and head dim.
+BOTH = [(backend, torch.float16, 64) for backend in ("reference", "triton")]
+HOPPER = [("hopper", dtype, dim) for dtype in SIXTEEN_BIT for dim in (64, 128)]
+WITHOUT = [*BOTH[:1], ("reference", torch.float64, 64), ("hopper", torch.bfloat16, 64)]
+WITHOUT += [("triton", dtype, 64) for dtype in TRITON_DTYPES]
+# Case, kind of descales, dtype of the caches if it is not q's.
+RUNS = [
+    *product(CASES, ("",), (None,), WITHOUT),
+    *product((*DESCALED, "appended"), ("one",), (None, FP8, INT8), BOTH + HOPPER),
+    *product(DESCALED, ("pages", "tokens"), (FP8, INT8), BOTH + HOPPER),
+]
+
+
 @pytest.mark.interpreted(
-    quick=lambda name, backend, dtype: name == "decode" or dtype == torch.float64
+    quick=lambda name, kind, stored, backend, dtype, dim: (
+        backend == "reference"
+        or (name, kind, stored) in (("decode", "", None), ("chunk", "one", FP8))
+    )
 )
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    ("backend", "dtype"), BACKENDS, ids=lambda x: str(x).removeprefix("torch.")
+    ("name", "kind", "stored", "backend", "dtype", "dim"),
+    [
+        pytest.param(*of, *run, marks=needs_hopper if run[0] == "hopper" else ())
+        for *of, run in RUNS
+    ],
+    ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_a_prefix_is_the_first_keys_of_every_sequence(name, backend, dtype, device):
+def test_a_prefix_is_the_first_keys_of_every_sequence(
+    name, kind, stored, backend, dtype, dim, device
+):
+    """Of one call over all keys in float64, of real numbers where there are descales."""
     seqlen_q, options = CASES[name]
-    arguments, prefix, own = call_of(seqlen_q, device, dtype)
+    arguments, prefix, own = call_of(seqlen_q, device, dtype, dim)
     options = dict(options)
     if backend == "hopper" and "num_splits" in options:
         pytest.skip("Hopper cuts the batch into equal shares")
     if options.pop("sinks", False):
         options["sinks"] = torch.randn(8, generator=torch.Generator().manual_seed(1)).to(device)
-    if options.pop("new", False):
-        new = arguments["k_cache"][0, :9].view(3, 3, 2, 64).clone()
-        arguments |= {"k": new, "v": new.flip(1)}
-    whole = {k: x.clone() for k, x in arguments.items() if k != "max_seqlen_q"}
-    whole = {k: x.double() if x.is_floating_point() else x for k, x in whole.items()}
-    whole["cache_seqlens"] += PREFIX
-    if "max_seqlen_q" in arguments:
-        whole["max_seqlen_q"] = 5
+    generator = torch.Generator().manual_seed(2)
+    real = {x: arguments[x].double() for x in ("q", "k_cache", "v_cache")}
+    if kind:
+        real["q"] = real["q"] * 0.5
+        arguments["q_descale"] = torch.full((1,), 0.5, device=device)
+        for side in "kv":
+            by = torch.rand(DESCALES[kind], generator=generator).add(0.5).div(16).to(device)
+            codes = arguments[f"{side}_cache"].mul(16).to(stored or dtype)
+            arguments |= {f"{side}_cache": codes, f"{side}_descale": by}
+            by = by if kind == "one" else by[..., None]
+            real[f"{side}_cache"] = codes.double() * by.double()
+    if options.pop("new", False):  # which an append stores as the codes that these numbers have
+        new = {x: real[f"{x}_cache"][0, :9].view(3, 3, 2, dim).clone() for x in "kv"}
+        real |= new
+        arguments |= {x: of.to(dtype) for x, of in new.items()}
     table = torch.cat((prefix.expand(3, -1), own), 1)
+    whole = arguments | real | {"cache_seqlens": arguments["cache_seqlens"] + PREFIX}
+    whole = {x: of for x, of in whole.items() if not x.endswith("_descale")}
     of = {**options, "num_splits": 0, "return_lse": True, "backend": "reference"}
     wanted = flash_attn_with_kvcache(**whole, page_table=table, **of)
     length = PREFIX
     if name == "decode":
         length = torch.tensor([PREFIX], dtype=torch.int32, device=device)
     prefix_of = {"prefix_page_table": prefix, "prefix_len": length, "page_table": own}
+    call = arguments | prefix_of | options | {"return_lse": True, "backend": backend}
+    other = {x: of.clone() if x.endswith("_cache") else of for x, of in call.items()}
     out = torch.full_like(arguments["q"], torch.nan)
-    found = flash_attn_with_kvcache(
-        **arguments, **prefix_of, **options, out=out, return_lse=True, backend=backend
-    )
+    found = flash_attn_with_kvcache(**call, out=out)
     assert found[0] is out
-    exact = dtype == torch.float64
-    bounds = {"rtol": 1e-9 if exact else 4e-3, "atol": 1e-9 if exact else 4e-3}
-    torch.testing.assert_close(found[0].double(), wanted[0], **bounds)
-    torch.testing.assert_close(found[1].double(), wanted[1], **bounds)
-    arguments |= {"k": None, "v": None}  # tokens were appended by the first call
-    again = flash_attn_with_kvcache(**arguments, **prefix_of, **options)
-    assert again.shape == out.shape
-
-
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
-
-
-@pytest.mark.interpreted(
-    quick=lambda name, backend, stored: backend == "reference" or (name, stored) == ("decode", FP8)
-)
-@pytest.mark.parametrize("name", ["decode", "ragged-sinks", "appended"])
-@pytest.mark.parametrize(
-    ("backend", "stored"),
-    [
-        *product(("reference", "triton"), (FP8, INT8, torch.float16)),
-        *(pytest.param("hopper", stored, marks=needs_hopper) for stored in (FP8, INT8)),
-    ],
-    ids=lambda x: str(x).removeprefix("torch."),
-)
-def test_one_number_is_the_descale_of_the_prefix_and_of_all_sequences(
-    name, backend, stored, device
-):
-    """The results of the same descale for each page, by which kernels multiply P in place of O."""
-    seqlen_q, options = CASES[name]
-    arguments, prefix, own = call_of(seqlen_q, device, torch.float16)
-    prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
-    if "new" in options:
-        new = arguments["k_cache"][0, :9].view(3, 3, 2, 64).clone()
-        arguments |= {"k": new, "v": new.flip(1)}
-    if stored != torch.float16:
-        caches = {x: arguments[x].mul(20).to(stored) for x in ("k_cache", "v_cache")}
-        arguments |= caches | {"q_descale": torch.tensor(0.5, device=device)}
-    results = []
-    for shape in ((), (1,), (20, 1, 2)):
-        by = {"k_descale": 0.25, "v_descale": 4.0}
-        given = {x: torch.full(shape, value, device=device) for x, value in by.items()}
-        given |= {x: arguments[x].clone() for x in ("k_cache", "v_cache")}
-        out, lse = flash_attn_with_kvcache(
-            **arguments | given, **prefix_of, causal=True, return_lse=True, backend=backend
-        )
-        codes = (given[x].view(torch.uint8) for x in ("k_cache", "v_cache"))
-        results.append((out, lse, *codes))
-    of_pages = results.pop()
-    assert all(map(torch.equal, *results))
-    out, lse, *codes = results[0]
-    assert all(map(torch.equal, codes, of_pages[2:]))
-    torch.testing.assert_close(out, of_pages[0], rtol=2e-3, atol=2e-3 * float(out.abs().max()))
-    torch.testing.assert_close(lse, of_pages[1], rtol=1e-5, atol=1e-5)
-    without = flash_attn_with_kvcache(
-        **arguments | {"k_descale": torch.ones((), device=device)} | dict.fromkeys(("k", "v")),
-        v_descale=torch.ones((), device=device), **prefix_of, causal=True, backend=backend,
-    )  # fmt: skip
-    assert not torch.equal(without, out)
-
-
-DESCALES = {"one": (), "pages": (20, 1, 2), "tokens": (20, PAGE, 2)}
-OF_16_BITS = [(dtype, dim) for dtype in (torch.float16, torch.bfloat16) for dim in (64, 128)]
-
-
-@pytest.mark.interpreted(
-    quick=lambda name, kind, backend, **_: (
-        backend == "reference" or (name, kind) == ("chunk", "one")
-    )
-)
-@pytest.mark.parametrize("name", ["decode", "chunk", "ragged-sinks"])
-@pytest.mark.parametrize("kind", DESCALES)
-@pytest.mark.parametrize(
-    ("backend", "stored", "dtype", "dim"),
-    [
-        *product(("reference", "triton"), (FP8, INT8), (torch.float16,), (64,)),
-        *(
-            pytest.param("hopper", stored, *of, marks=needs_hopper)
-            for stored in (FP8, INT8, None)
-            for of in OF_16_BITS
-        ),
-    ],
-    ids=lambda x: str(x).removeprefix("torch."),
-)
-def test_a_prefix_with_descales_is_that_of_real_numbers(
-    name, kind, backend, stored, dtype, dim, device
-):
-    """stored: None: caches of q's dtype, whose descale is one number."""
-    if stored is None and kind != "one":
-        pytest.skip("Hopper reads such descales of caches of 8 bits alone")
-    seqlen_q, options = CASES[name]
-    arguments, prefix, own = call_of(seqlen_q, device, dtype, dim)
-    options = {"causal": options.get("causal", False)}
-    if name == "ragged-sinks":
-        options["sinks"] = torch.randn(8, generator=torch.Generator().manual_seed(1)).to(device)
-    generator = torch.Generator().manual_seed(2)
-    longest = {"max_seqlen_q": 5} if seqlen_q is None else {}
-    whole = {"q": arguments["q"].double() * 0.5} | longest
-    whole |= {x: arguments[x] for x in ("cu_seqlens_q",) if x in arguments}
-    arguments["q_descale"] = torch.full((1,), 0.5, device=device)
-    for side in "kv":
-        by = torch.rand(DESCALES[kind], generator=generator).add(0.5).div(16).to(device)
-        codes = arguments[f"{side}_cache"].mul(16).to(stored or dtype)
-        arguments |= {f"{side}_cache": codes, f"{side}_descale": by}
-        real = codes.double() * (by if kind == "one" else by[..., None]).double()
-        whole[f"{side}_cache"] = real
-    whole["cache_seqlens"] = arguments["cache_seqlens"] + PREFIX
-    whole["page_table"] = torch.cat((prefix.expand(3, -1), own), 1)
-    wanted = flash_attn_with_kvcache(**whole, **options, return_lse=True, backend="reference")
-    prefix_of = {"prefix_page_table": prefix, "prefix_len": PREFIX, "page_table": own}
-    call = {**arguments, **prefix_of, **options, "backend": backend}
-    found = flash_attn_with_kvcache(**call, return_lse=True)
+    bound = 1e-9 if dtype == torch.float64 else 4e-3
     for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=4e-3, atol=4e-3)
+        torch.testing.assert_close(x.double(), y, rtol=bound, atol=bound)
+    if kind == "one":
+        descales = {x: of.view(()) for x, of in other.items() if x.endswith("_descale")}
+        assert all(map(torch.equal, flash_attn_with_kvcache(**other | descales), found))
     if backend == "hopper":
         assert explain_with_kvcache(**call).config["prefix"] == "in the same launch"
+    again = call | {"k": None, "v": None, "backend": None}  # tokens were appended by the first call
+    assert flash_attn_with_kvcache(**again)[0].shape == out.shape
 
 
 def test_one_number_divides_new_tokens_in_pages_of_one(device):
