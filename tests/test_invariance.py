@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import GPU, TRITON_DTYPES, needs_hopper, same_bits
-from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 from torch import Tensor
 
 import flashattn3
@@ -281,25 +280,6 @@ def test_the_spans_of_a_tile_have_programs_or_one(device, monkeypatch):
     assert spread["tile"] == joined["tile"]
     chunk = q.expand(2, 4096, 2, 32)
     assert explain_with_kvcache(chunk, cache, cache, **options).config["tile"] == joined["tile"]
-
-
-AGAINST_FLOAT64 = (
-    CacheCase("spans", (0, 1, 127, 128, 129, 400), page_size=16, sinks=True),
-    CacheCase(
-        "spans-every-option", (40, 17, 330), (3, 1, 5), page_size=16, others=2, sinks=True,
-        descales=True, leftpad=(3, 0, 20), layout="hnd",
-        options={"causal": True, "window_size": (200, 0), "softcap": 3.0},
-    ),
-)  # fmt: skip
-
-
-@pytest.mark.interpreted(quick=lambda case, backend, dtype: backend == "reference")
-@by_backend
-@pytest.mark.parametrize("case", AGAINST_FLOAT64, ids=lambda case: case.name)
-def test_against_float64(case, backend, dtype, device, poisoned_memory):
-    inputs = make_cache_inputs(case, device, dtype)
-    found = call_cached(inputs, backend=backend, split_tokens=SPAN)
-    check_cached(case, inputs, *found, backend)
 
 
 @by_backend

@@ -188,16 +188,37 @@ def test_the_capacity_does_not_change_the_bits(backend, rows, device, monkeypatc
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
-def test_descales_of_any_sign(backend, device):
-    case = CacheCase("descales", (17, 40, 9), descales="heads")
+OF_SIGNS = (
+    CacheCase("heads", (17, 40, 9), descales="heads"),
+    CacheCase("tokens", (17, 40, 9), 2, stored=torch.int8, descales="tokens"),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *itertools.product(OF_SIGNS, ("reference", "triton")),
+        pytest.param(OF_SIGNS[0], "hopper", marks=needs_hopper),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_descales_of_any_sign(case, backend, device):
+    """NaN shows in the rows of its sequence."""
     inputs = make_cache_inputs(case, device, torch.float16)
-    inputs.arguments["k_descale"] *= torch.tensor([[-1.0], [0.0], [1.0]], device=device)
-    inputs.arguments["v_descale"] *= torch.tensor([[-1.0], [1.0], [0.0]], device=device)
-    check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
-    inputs.arguments["k_descale"][1] = math.nan
+    by_tokens = case.descales == "tokens"
+    for side, of in (("k", inputs.k), ("v", inputs.v)):
+        descale = inputs.arguments[f"{side}_descale"]
+        signs = torch.randint(-1, 2, descale.shape, generator=torch.Generator().manual_seed(3))
+        descale *= signs.to(device)
+        if by_tokens:
+            of[:] = [x * row[: len(x), :, None] for x, row in zip(of, signs, strict=True)]
     out, lse = call_cached(inputs, backend=backend)
-    assert out[1].isnan().all() and lse[1].isnan().all() and out[::2].isfinite().all()
+    check_cached(case, inputs, out, lse, backend)
+    for name in ("k_descale", "v_descale"):
+        with_nan = inputs.arguments[name].clone()
+        with_nan[(1, 3) if by_tokens else 1] = math.nan
+        found, _ = call_cached(CacheInputsWith(inputs, **{name: with_nan}), backend=backend)
+        assert found[1].isnan().all() and torch.equal(found[::2], out[::2])
 
 
 @pytest.mark.parametrize("backend", CACHE_BACKENDS)

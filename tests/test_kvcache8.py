@@ -170,27 +170,6 @@ def test_caches_of_more_than_2_to_the_31_elements(page_size, backend, device):
     torch.testing.assert_close(found.float(), wanted, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_descales_of_tokens_of_any_sign(backend, device):
-    """One below 0 is a key or value of the other sign; NaN shows in the rows of its sequence."""
-    case = CacheCase("signs", (17, 40), 2, stored=INT8, descales="tokens")
-    inputs = make_cache_inputs(case, device, torch.float16)
-    for side in "kv":
-        signs = torch.randint(-1, 2, (40, 2), generator=torch.Generator().manual_seed(3))
-        inputs.arguments[f"{side}_descale"][:, :40] *= signs.to(device)
-        of = getattr(inputs, side)
-        of[:] = [x * signs[: x.shape[0], :, None] for x in of]
-    out, lse = call_cached(inputs, backend=backend)
-    check_cached(case, inputs, out, lse, backend)
-    for name in ("k_descale", "v_descale"):
-        with_nan = inputs.arguments[name].clone()
-        with_nan[1, 3] = float("nan")
-        found, _ = call_cached(
-            type(inputs)({**inputs.arguments, name: with_nan}, inputs.k, inputs.v), backend=backend
-        )
-        assert found[1].isnan().all() and torch.equal(found[0], out[0])
-
-
 def test_pages_of_8_bits_through_flash_attention_3_s_names(device):
     """A block table of varlen calls and the descale of a cache, in e4m3 and under 16 bits."""
     case = CacheCase("fa3", (20, 30), (2, 3), page_size=16, stored=FP8, options=CAUSAL)

@@ -13,6 +13,7 @@ from flashattn3.call.cache_descales import OF_KEYS
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 CAUSAL = {"causal": True}
+SPANS = CAUSAL | {"split_tokens": 128}
 LENGTHS = (0, 1, 17, 40)
 CASES = (
     CacheCase("dense", LENGTHS),
@@ -62,6 +63,11 @@ CASES = (
     CacheCase("every-option", (40, 17, 130), (3, 1, 5), page_size=16, others=2, sinks=True,
               descales="heads", leftpad=(3, 0, 20), layout="hnd",
               options={"causal": True, "window_size": (60, 0), "softcap": 3.0}),
+    CacheCase("spans", (0, 1, 127, 128, 129, 400), page_size=16, sinks=True,
+              options={"split_tokens": 128}),
+    CacheCase("spans-every-option", (40, 17, 330), (3, 1, 5), page_size=16, others=2, sinks=True,
+              descales="heads", leftpad=(3, 0, 20), layout="hnd",
+              options={**SPANS, "window_size": (200, 0), "softcap": 3.0}),
     CacheCase("no-batch", (), capacity=8),
     CacheCase("no-queries", (9,), 0),
 )  # fmt: skip
@@ -108,14 +114,14 @@ TREES_AND_SLOPES = (
     CacheCase("tree-more-queries-than-keys", (0, 2, 9), 5, tree=True, options=CAUSAL),
     CacheCase("tree-window", (300, 90), 50, num_heads_q=8, head_dim=64, head_dim_v=64, tree=True,
               options={"causal": True, "window_size": (15, 0)}),
-    CacheCase("tree-spans", (300, 40), 33, tree=True, options=CAUSAL | {"split_tokens": 128}),
+    CacheCase("tree-spans", (300, 40), 33, tree=True, options=SPANS),
     CacheCase("slopes", (40, 17, 0, 1), slopes="heads"),
     CacheCase("slopes-both-sides", (140, 65), 7, page_size=16, slopes="batch heads", others=2),
     CacheCase("slopes-ragged", (40, 17, 700), (2, 0, 5), slopes="heads", sinks=True,
               leftpad=(9, 0, 3),
               options={"causal": True, "window_size": (60, 0), "softcap": 3.0, "num_splits": 3}),
     CacheCase("slopes-spans", (300, 40), 33, slopes="batch heads",
-              options={"causal": True, "split_tokens": 128, "softmax_scale": -0.3}),
+              options=SPANS | {"softmax_scale": -0.3}),
 )  # fmt: skip
 # A Hopper kernel has the head dims 64 and 128, and multiplies 64 or 192 packed rows.
 OF_HOPPER = (
