@@ -8,6 +8,7 @@ key-value head with its query heads are compared: the last ones, where a wrong o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -37,14 +38,14 @@ class Gate:
 
     def __init__(self, cell: Cell, inputs: Inputs) -> None:
         self.cell = cell
-        self.reference = _sample_results(cell, inputs, torch.float64)
-        self.baseline = _sample_results(cell, inputs, inputs.q.dtype)
+        self.reference = sample_results(cell, inputs, torch.float64)
+        self.baseline = sample_results(cell, inputs, inputs.q.dtype)
 
     def check(self, provider: str, results: tuple[Tensor, ...]) -> None:
         """AssertionError, with case, place and values, if a result breaks the tolerance rule."""
         names = RESULTS[self.cell.direction]
         found = [
-            got[_sample(self.cell, name in ("out", "dq"))]
+            got[sample_of(self.cell, name in ("out", "dq"))]
             for name, got in zip(names, results, strict=True)
         ]
         check_results(self.cell, provider, found, self.reference, self.baseline)
@@ -79,18 +80,25 @@ def expected_results(
         return attention(tensors, **options)[:1]
 
 
-def _sample(cell: Cell, is_query_side: bool) -> tuple[slice, slice, slice]:
+def sample_of(cell: Cell, is_query_side: bool) -> tuple[slice, slice, slice]:
     qhead_per_kvhead = cell.case.num_heads_q // cell.case.num_heads_kv if is_query_side else 1
     return slice(-1, None), slice(None), slice(-qhead_per_kvhead, None)
 
 
-def _sample_results(cell: Cell, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """out, or dq, dk and dv, of the sample, in ``dtype``, a chunk of query rows at a time."""
-    queries, keys = _sample(cell, True), _sample(cell, False)
+def sample_results(
+    cell: Cell, inputs: Inputs, dtype: torch.dtype, seen: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """out, or dq, dk and dv, of the sample, in ``dtype``, a chunk of query rows at a time. seen:
+    bool (seqlen_q, seqlen_k), which scores count; None: all that the case shows."""
+    queries, keys = sample_of(cell, True), sample_of(cell, False)
     q, k, v, dout = inputs.q[queries], inputs.k[keys], inputs.v[keys], inputs.dout[queries]
 
     def of_chunk(rows: slice, cols: slice) -> tuple[Tensor, ...]:
         tensors = Tensors(q[:, rows], k[:, cols], v[:, cols])
+        if seen is not None:
+            hidden = ~seen[rows, cols]
+            bias = dout.new_zeros(hidden.shape).masked_fill(hidden, -math.inf)
+            tensors = tensors._replace(bias=bias[None, None])
         return expected_results(cell, tensors, dout[:, rows], dtype)
 
     if cell.direction == "fwd":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 import flashattn3
 
 from .checking import Case
-from .gate import check_results
+from .gate import check_results, sample_results
 from .inputs import Call, Inputs, make_inputs, prepare, quantized
 from .mask_shapes import SHAPES, Shape, block_mask_of
 from .providers import DETERMINISTIC, FLEX, FP8_E4M3, FP8_INT8, OURS, QUANTIZED
@@ -29,7 +28,6 @@ WIDTH = 2048  # heads x head dim
 DIMS = (128, 128), (64, 64), (256, 256), (192, 128)  # of q and k, of v
 EIGHT_BIT_DIMS = 64, 128  # head dims of forwards of 8 bits, beside those of 16
 QUICK_TOKENS, QUICK_DIMS = 256, ((16, 16),)
-_CHUNK_SCORES = 2**26  # of the reference, alive at once
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,8 @@ def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
     cell = replace(cell, visible=float(mask.density))
     inputs = make_inputs(cell.case, device, settings.dtype)
     seen = mask.to_bool()[0, 0]
-    expected = [_reference(cell, inputs, seen, dtype) for dtype in (torch.float64, settings.dtype)]
+    dtypes = torch.float64, settings.dtype
+    expected = [sample_results(cell, inputs, dtype, seen) for dtype in dtypes]
     attends = {
         OURS: partial(flashattn3.flash_attn_func, mask=mask),
         FLEX: _flex(shape, n, device) if FLEX in settings.baselines else None,
@@ -97,7 +96,7 @@ def run_masks(cell: MaskCell, settings: Settings) -> list[Record]:
     def checked(name: str) -> tuple[Call, Record]:
         given = quantized(inputs, QUANTIZED[name]) if name in QUANTIZED else inputs
         call = _prepared(cell, given, attends[name], heads_first=name == FLEX)
-        check_results(cell, name, [x[-1, :, -1] for x in call()], *expected)
+        check_results(cell, name, [x[-1:, :, -1:] for x in call()], *expected)
         more = {"visible": cell.visible, "mask_bytes": mask.nbytes} if name == OURS else {}
         return call, more
 
@@ -129,27 +128,3 @@ def _prepared(cell: Cell, inputs: Inputs, attend: Callable[..., Tensor], heads_f
     turned = Inputs(*(x.transpose(1, 2).contiguous() for x in inputs))
     call = prepare(attention, cell, turned)
     return lambda: tuple(x.transpose(1, 2) for x in call())
-
-
-def _reference(cell: Cell, inputs: Inputs, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """out, or the gradients, of the last head of the last sequence in dtype, some rows at a time.
-
-    seen: bool (seqlen_q, seqlen_k).
-    """
-    q, k, v, dout = (x[-1, :, -1].to(dtype) for x in inputs)
-    rows = max(1, _CHUNK_SCORES // seen.shape[1])
-    outs, found = [], [torch.zeros_like(x) for x in (q, k, v)]
-    with torch.set_grad_enabled(cell.direction == "bwd"):
-        for first in range(0, len(q), rows):
-            part = slice(first, first + rows)
-            leaves = [x.detach().requires_grad_() for x in (q[part], k, v)]
-            scores = leaves[0] @ leaves[1].T / math.sqrt(q.shape[1])
-            p = scores.masked_fill(~seen[part], -math.inf).softmax(-1)
-            out = torch.where(seen[part].any(-1, keepdim=True), p, 0.0) @ leaves[2]
-            outs.append(out.detach())
-            if cell.direction == "bwd":
-                of_q, *of_keys = torch.autograd.grad(out, leaves, dout[part])
-                found[0][part] = of_q
-                for total, x in zip(found[1:], of_keys, strict=True):
-                    total += x
-    return (torch.cat(outs),) if cell.direction == "fwd" else tuple(found)

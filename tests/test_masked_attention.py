@@ -10,38 +10,20 @@ import torch
 from helpers import GPU, TRITON_DTYPES, needs_hopper, on_hopper_gpu
 from support.rounding import gradient_rounding, out_rounding
 from test_masks import random_case
-from torch.nn.functional import pad
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, masks
 from flashattn3.call.operands import Tensors
-from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, GRADIENT_FACTOR, check
+from flashattn3_bench.checking import (
+    FORWARD_FACTOR,
+    GRADIENT_FACTOR,
+    attention,
+    check,
+    gradients,
+    max_logit,
+)
 
 DEVICE = "cuda" if GPU else "cpu"
-
-
-def plain(q, k, v, seen, sinks=None, slopes=None, softcap=0.0):
-    """out, lse and the largest score of each head, in q's dtype, written out."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q / math.sqrt(q.shape[-1]), k)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if slopes is not None:
-        i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
-        distance = (i + k.shape[1] - q.shape[1] - j).abs().to(q)
-        scores = scores - slopes.to(q)[:, None, None] * distance
-    seen = seen.to(q.device)
-    scores = scores.masked_fill(~seen, -math.inf)
-    highest = pad(scores, (0, 1), value=-math.inf).amax((0, 2, 3))
-    if sinks is not None:
-        column = sinks.to(q).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], -1)
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    lse = wide.logsumexp(-1)
-    p = (wide - lse.clamp(min=-1e30).unsqueeze(-1)).exp()[..., : k.shape[1]].to(q.dtype)
-    p = torch.where(seen, p, 0)
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), lse, highest
 
 
 def inputs(shape, keys, heads_kv, dim, dim_v=None, dtype=torch.float32, seed=0):
@@ -53,45 +35,35 @@ def inputs(shape, keys, heads_kv, dim, dim_v=None, dtype=torch.float32, seed=0):
     return [x.to(DEVICE, dtype).requires_grad_() for x in made]
 
 
-def holds(mask, seen, q, k, v, backend, name="", **options):
+def holds(mask, seen, q, k, v, backend, name="", sinks=None, slopes=None, softcap=0.0):
     """Forward and gradients, also through lse, against float64 by the tolerance rule."""
-    leaves = [q, k, v, *(x for x in [options.get("sinks")] if x is not None)]
-    call = partial(flash_attn_func, mask=mask.to(DEVICE), backend=backend, return_lse=True)
+    call = partial(flash_attn_func, q, k, v, mask=mask.to(DEVICE), backend=backend, softcap=softcap)
     looks = backend != "hopper"  # which has no kernel for a mask and max_logit
-    given = {_OUR_NAMES.get(n, n): x for n, x in options.items()}
-    out, lse, *largest = call(q, k, v, return_max_logit=looks, **given)
-
-    def in_dtype(dtype):
-        of = [x.detach().to(dtype).requires_grad_() for x in leaves]
-        given = {**options, **dict(zip(["sinks"], of[3:], strict=False))}
-        out, lse, highest = plain(*of[:3], seen, **given)
-        finite = lse.isfinite()
-        dout = torch.sin(torch.arange(out.numel(), device=DEVICE)).view(out.shape)
-        dout = dout.to(q.dtype).to(out)
-        weight = torch.cos(torch.arange(lse.numel(), device=DEVICE)).view(lse.shape).to(lse)
-        loss = (out * dout).sum() + (lse * weight)[finite].sum()
-        return out, lse, highest, torch.autograd.grad(loss, of), dout, (weight * finite)
-
-    reference, baseline = in_dtype(torch.float64), in_dtype(q.dtype)
+    given = {"sinks": sinks, "alibi_slopes": slopes, "return_max_logit": looks, "return_lse": True}
+    out, lse, *largest = call(**given)
     hidden = torch.zeros(seen.shape).masked_fill(~seen, -math.inf).to(DEVICE)
-    sinks, slopes = options.get("sinks"), options.get("slopes")
     tensors = Tensors(q, k, v, sinks=sinks, alibi_slopes=slopes, bias=hidden)
-    scores = {"softmax_scale": q.shape[-1] ** -0.5, "softcap": options.get("softcap", 0.0)}
+    scores = {"softmax_scale": q.shape[-1] ** -0.5, "softcap": softcap}
     rounding = partial(out_rounding, tensors, q.dtype, **scores)
-    check("out", out, reference[0], baseline[0], FORWARD_FACTOR, name, backend, rounding=rounding)
-    torch.testing.assert_close(lse.double(), reference[1], atol=1e-4, rtol=1e-4)
+    reference, reference_lse = attention(tensors, **scores)
+    baseline, _ = attention(tensors, **scores, dtype=q.dtype)
+    check("out", out, reference, baseline, FORWARD_FACTOR, name, backend, rounding=rounding)
+    torch.testing.assert_close(lse.double(), reference_lse, atol=1e-4, rtol=1e-4)
     for highest in largest:
-        torch.testing.assert_close(highest.double(), reference[2], atol=1e-2, rtol=1e-2)
-    dout, dlse = (x.to(of.dtype) for x, of in zip(reference[4:], (out, lse), strict=True))
+        wanted = max_logit(tensors, **scores)
+        torch.testing.assert_close(highest.double(), wanted, atol=1e-2, rtol=1e-2)
+    dout = torch.sin(torch.arange(out.numel(), device=DEVICE)).view(out.shape).to(out.dtype)
+    dlse = torch.cos(torch.arange(lse.numel(), device=DEVICE)).view(lse.shape).to(lse)
+    dlse = dlse.masked_fill(lse.isinf(), 0.0)
+    leaves = [x for x in (q, k, v, sinks) if x is not None]
     found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    expected = (
+        gradients(tensors, dout, dlse, **scores, dtype=of)[:4] for of in (torch.float64, q.dtype)
+    )
     roundings = partial(gradient_rounding, tensors, dout, dlse, q.dtype, **scores)
-    names = ("dq", "dk", "dv", "dsinks")
-    gradients = zip(names, found, reference[3], baseline[3], strict=False)
-    for i, (of, *values) in enumerate(gradients):
+    of_all = zip(("dq", "dk", "dv", "dsinks"), found, *expected, strict=False)
+    for i, (of, *values) in enumerate(of_all):
         check(of, *values, GRADIENT_FACTOR, name, backend, rounding=lambda i=i: roundings()[i])
-
-
-_OUR_NAMES = {"slopes": "alibi_slopes"}
 
 
 def bits(batch, heads, queries, keys, density=0.3):

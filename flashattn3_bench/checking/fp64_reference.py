@@ -26,7 +26,7 @@ def attention(
 
     Args:
         tensors: dense or varlen; the heads of q are a multiple of those of k and v. seqused is
-            taken in both forms. Sinks are below inf.
+            taken in both forms. Sinks are below inf. A bias of -inf hides a key.
         dtype: what is computed in; q, k and v are converted first.
         options: softmax_scale, window_left, window_right and softcap, as in ``Problem``; -1 is an
             open window, and the default.
@@ -170,9 +170,10 @@ def scores_of_head(
     if added.slope is not None:
         slope = added.slope.to(_wide(scores.dtype))
         scores = scores - (slope * distance.abs()).to(scores.dtype)
-    if added.bias is not None:
-        scores = scores + added.bias.to(scores.dtype)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if added.bias is not None:
+        hidden |= added.bias == -math.inf
+        scores = scores + added.bias.to(scores.dtype).masked_fill(hidden, 0.0)
     if window_left >= 0:
         hidden |= distance < -window_left
     if window_right >= 0:
