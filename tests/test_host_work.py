@@ -32,23 +32,28 @@ from flashattn3.run import operators as run
 PACKAGE = flashattn3.__path__[0]
 
 
-def work_of(call) -> int:
-    """Count the Python functions that a prepared call enters and the C functions that the package
-    calls."""
+def profiled(call, observe) -> None:
+    """Show each event of a prepared call to the profiler ``observe``."""
     for _ in range(3):
         call()
-    count = 0
-
-    def profile(frame, event, argument):
-        nonlocal count
-        own = frame.f_code.co_filename.startswith(PACKAGE)
-        count += event == "call" or (event == "c_call" and own)
-
-    sys.setprofile(profile)
+    sys.setprofile(observe)
     try:
         call()
     finally:
         sys.setprofile(None)
+
+
+def work_of(call) -> int:
+    """Count the Python functions that a prepared call enters and the C functions that the package
+    calls."""
+    count = 0
+
+    def observe(frame, event, argument):
+        nonlocal count
+        own = frame.f_code.co_filename.startswith(PACKAGE)
+        count += event == "call" or (event == "c_call" and own)
+
+    profiled(call, observe)
     return count
 
 
@@ -84,11 +89,9 @@ def on_hopper(monkeypatch):
 def files_of(call, q) -> list[str]:
     """The package's files with a function to which a prepared call passes q, or a tuple with it, in
     the order in which q comes to them."""
-    for _ in range(3):
-        call()
     found = {}
 
-    def profile(frame, event, argument):
+    def observe(frame, event, argument):
         path = frame.f_code.co_filename
         if event == "call" and path.startswith(PACKAGE):
             values = [*frame.f_locals.values()]
@@ -96,22 +99,14 @@ def files_of(call, q) -> list[str]:
             if any(value is q for value in values):
                 found[path.removeprefix(PACKAGE + "/")] = None
 
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    profiled(call, observe)
     return [*found]
 
 
 def all_files_of(call) -> set[str]:
     """The files with a function that a call enters."""
     found = set()
-    sys.setprofile(lambda frame, event, _: event == "call" and found.add(frame.f_code.co_filename))
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    profiled(call, lambda frame, event, _: event == "call" and found.add(frame.f_code.co_filename))
     return found
 
 

@@ -7,12 +7,12 @@ python tests/warm_calls.py
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from test_host_work import profiled
 
 import flashattn3
 from flashattn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_with_kvcache
@@ -22,12 +22,10 @@ NOT_COUNTED = os.sep + "triton" + os.sep
 
 
 def counted(call) -> tuple[int, int]:
-    """Files of the package, and Python calls, of the fourth of four calls."""
-    for _ in range(3):
-        call()
+    """Files of the package, and Python calls, of a prepared call."""
     files, calls, inside = set(), 0, 0
 
-    def profile(frame, event, argument):
+    def observe(frame, event, argument):
         nonlocal calls, inside
         name = frame.f_code.co_filename
         if NOT_COUNTED in name:
@@ -37,11 +35,7 @@ def counted(call) -> tuple[int, int]:
             if name.startswith(PACKAGE):
                 files.add(name)
 
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    profiled(call, observe)
     return len(files), calls
 
 
