@@ -10,7 +10,6 @@
 //       prints TFLOP/s of chunks of prompts, dense and paged, beside the dense forward
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -277,38 +276,6 @@ static void time_grid(const std::string& part, int only_length, bool fast, int n
   }
 }
 
-// Prints the host's microseconds per launch, with cached and with new TMA descriptors.
-static void time_host(int num_sms, int* counter) {
-  uint16_t* data[4];
-  constexpr int kCalls = 200;
-  for (auto& pointer : data) check(cudaMalloc(&pointer, (16384 + kCalls * 128) * 2));
-  ForwardParams params = grid_params(data, nullptr, 128, 64, false);
-  params.batch = params.num_heads_q = params.num_heads_kv = 1;
-  params.num_sms = num_sms;
-  params.tile_counter = counter;
-  params.pdl = true;
-  int config = 0;
-  while (kCheckConfigs[config].head_dim != 128 || kCheckConfigs[config].masked) ++config;
-  for (const int step : {0, 128}) {
-    for (int turn = 0; turn < 2; ++turn) {  // the first is a warm-up
-      check(cudaDeviceSynchronize());
-      const auto begin = std::chrono::steady_clock::now();
-      for (int i = 0; i < kCalls; ++i) {
-        params.k = data[1] + i * step + turn * 8;
-        params.v = data[2] + i * step + turn * 8;
-        kLaunch[config](params, nullptr);
-      }
-      const std::chrono::duration<double, std::micro> spent =
-          std::chrono::steady_clock::now() - begin;
-      if (turn == 1) {
-        std::printf("host time of a launch, %s: %.2f us\n",
-                    step == 0 ? "known descriptors" : "two new descriptors",
-                    spent.count() / kCalls);
-      }
-    }
-  }
-}
-
 // Checks that a stream that reuses the handle of a destroyed one, whose kernels may still be
 // running, has counters of its own.
 static bool check_counters() {
@@ -341,7 +308,6 @@ int main(int argc, char** argv) {
     } else {
       const int length = given.number("--time", 0, 2);
       time_grid(timed, length, given.has("--fast"), num_sms, counter);
-      time_host(num_sms, counter);
     }
     return 0;
   }
