@@ -5,6 +5,7 @@
 #include <cmath>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "inputs.h"
@@ -78,21 +79,13 @@ struct BackwardReference {
 
   int kv_head(int h) const { return h / (c.heads_q / c.heads_kv); }
 
-  // Calls work(b, h, s) for all query rows; for_keys: for all keys of the KV heads.
+  // Calls work(b, h, s) for all query rows, or for all keys of the KV heads.
   template <class Work>
-  void for_rows(Work work) const {
-    in_parallel(static_cast<int64_t>(c.batch) * c.heads_q * c.seqlen_q, [&](int64_t i) {
-      const int s = i % c.seqlen_q, h = i / c.seqlen_q % c.heads_q;
-      const int b = i / c.seqlen_q / c.heads_q;
-      if (s < inputs.queries(b).length) work(b, h, s);
-    });
-  }
-  template <class Work>
-  void for_keys(Work work) const {
-    in_parallel(static_cast<int64_t>(c.batch) * c.heads_kv * c.seqlen_k, [&](int64_t i) {
-      const int s = i % c.seqlen_k, h = i / c.seqlen_k % c.heads_kv;
-      const int b = i / c.seqlen_k / c.heads_kv;
-      if (s < inputs.keys(b).length) work(b, h, s);
+  void for_all(bool keys, Work work) const {
+    const int heads = keys ? c.heads_kv : c.heads_q, longest = keys ? c.seqlen_k : c.seqlen_q;
+    in_parallel(int64_t{c.batch} * heads * longest, [&](int64_t i) {
+      const int s = i % longest, h = i / longest % heads, b = i / longest / heads;
+      if (s < (keys ? inputs.keys(b) : inputs.queries(b)).length) work(b, h, s);
     });
   }
 
@@ -115,7 +108,7 @@ struct BackwardReference {
   }
   // A row that sees no key has out 0, and lse -inf or its sink.
   void forward() {
-    for_rows([&](int b, int h, int s) {
+    for_all(false, [&](int b, int h, int s) {
       int begin, end;
       inputs.visible(b, s, begin, end);
       std::vector<double> p;
@@ -131,8 +124,8 @@ struct BackwardReference {
   }
 
   void backward() {
-    for_rows([&](int b, int h, int s) { query_gradient(b, h, s); });
-    for_keys([&](int b, int h, int s) { key_gradients(b, h, s); });
+    for_all(false, [&](int b, int h, int s) { query_gradient(b, h, s); });
+    for_all(true, [&](int b, int h, int s) { key_gradients(b, h, s); });
     bias_gradient();
     for (int h = 0; !inputs.sinks.empty() && h < c.heads_q; ++h) sink_gradient(h);
   }
@@ -143,16 +136,22 @@ struct BackwardReference {
            1e-30;
   }
 
+  // Delta of a row, and the sum of its terms' magnitudes.
+  std::pair<double, double> delta_of(int b, int h, int s) {
+    double delta = -*dlse.row(b, h, s), magnitude = std::fabs(delta);
+    for (int i = 0; i < c.head_dim_v; ++i) {
+      const double term = dout.row(b, h, s)[i] * out.row(b, h, s)[i];
+      delta += term, magnitude += std::fabs(term);
+    }
+    return {delta, magnitude};
+  }
+
   // The sum of the rows' probabilities of the sink times minus delta.
   void sink_gradient(int h) {
     double sum = 0, bound = 0;
     for (int b = 0; b < c.batch; ++b) {
       for (int s = 0; s < inputs.queries(b).length; ++s) {
-        double delta = -*dlse.row(b, h, s), magnitude = std::fabs(delta);
-        for (int i = 0; i < c.head_dim_v; ++i) {
-          const double term = dout.row(b, h, s)[i] * out.row(b, h, s)[i];
-          delta += term, magnitude += std::fabs(term);
-        }
+        const auto [delta, magnitude] = delta_of(b, h, s);
         const double log_sum = *lse.row(b, h, s);
         if (std::isinf(log_sum)) continue;
         const double prob = std::exp(inputs.sink(h) - log_sum);
@@ -170,12 +169,7 @@ struct BackwardReference {
     // dq and its bound are 0 without a key, and with a sink of +inf.
     if (begin >= end || std::isinf(*lse.row(b, h, s))) return;
     const double* gradient = dout.row(b, h, s);
-    double delta = -*dlse.row(b, h, s), delta_magnitude = std::fabs(delta);
-    for (int i = 0; i < c.head_dim_v; ++i) {
-      const double term = gradient[i] * out.row(b, h, s)[i];
-      delta += term;
-      delta_magnitude += std::fabs(term);
-    }
+    const auto [delta, delta_magnitude] = delta_of(b, h, s);
     const double log_sum = *lse.row(b, h, s);
     std::vector<double> spread(c.head_dim), systematic(c.head_dim);
     double *wanted = dq.wanted.row(b, h, s), *bound = dq.bound.row(b, h, s);
