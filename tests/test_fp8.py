@@ -25,7 +25,7 @@ from flashattn3 import (
     flash_attn_varlen_func,
     quantize_block_fp8,
 )
-from flashattn3.backends.triton.kernels.fp8 import widened_e4m3
+from flashattn3.backends.triton.kernels.fp8 import as_float16
 from flashattn3.call.descales import BLOCKS
 from flashattn3.call.dtypes import EIGHT_BIT, FP8, INT8
 from flashattn3.call.fields import Options
@@ -348,17 +348,16 @@ def test_smoothing_takes_what_the_tokens_have_in_common(backend, device):
 def widen(source, target):
     token_positions = tl.arange(0, 256)
     codes = tl.load(source + token_positions)
-    wide = widened_e4m3(codes, target.dtype.element_ty, False)
-    tl.store(target + token_positions, wide)
+    tl.store(target + token_positions, as_float16(codes, False))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_e4m3_is_widened_exactly(dtype, device):
+def test_every_e4m3_is_widened_exactly(device):
     """Without the chip's own conversion, NaN and the smallest numbers among them."""
     codes = torch.arange(256, dtype=torch.uint8, device=device)
-    found = torch.empty(256, dtype=dtype, device=device)
+    found = torch.empty(256, dtype=torch.float16, device=device)
     widen[(1,)](codes, found)
-    torch.testing.assert_close(found, codes.view(FP8).to(dtype), rtol=0, atol=0, equal_nan=True)
+    wanted = codes.view(FP8).to(found.dtype)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import CACHE_BACKENDS, SIXTEEN_BIT, TRITON_DTYPES
+from helpers import CACHE_BACKENDS, SIXTEEN_BIT
 from support.kvcache import CacheCase, call_cached, check_cached, make_cache_inputs
 
 import flashattn3
@@ -57,13 +57,32 @@ def test_every_code_has_its_value(backend, device):
     for dtype in (FP8, INT8):
         v = codes.view(dtype).view(1, 1, 1, 256)
         descale = torch.ones(1, device=device)
-        for math in SIXTEEN_BIT if backend == "reference" else TRITON_DTYPES:
+        for math in SIXTEEN_BIT:
             out = flashattn3.flash_attn_with_kvcache(
                 q.to(math), k.to(dtype), v, k_descale=descale, v_descale=descale, backend=backend
             )
             torch.testing.assert_close(
                 out.flatten().double(), v.flatten().double(), rtol=0, atol=0, equal_nan=True
             )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_every_code_of_a_key_has_its_value(dtype, backend, device):
+    """A query of a single 1 has the value of a code as its score, which is lse of a single key."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(dtype)
+    values = codes.double().nan_to_num()
+    k = torch.where(codes.double().isnan(), 0, codes.view(torch.uint8)).view(dtype)
+    q = torch.eye(256, device=device)[None, :, None]
+    descale = torch.ones(1, device=device)
+    for math in SIXTEEN_BIT:
+        for power in (2.0**-90, 1.0, 2.0**90) if math == torch.bfloat16 else (1.0,):
+            _, lse = flashattn3.flash_attn_with_kvcache(
+                (q * power).to(math), k[None, None, None], k[None, None, None], causal=False,
+                softmax_scale=0.5 / power, k_descale=descale, v_descale=descale, backend=backend,
+                return_lse=True,
+            )  # fmt: skip
+            torch.testing.assert_close(lse[0, 0].double(), values / 2, rtol=1e-6, atol=0)
 
 
 @pytest.mark.interpreted(quick=lambda kind, backend, **_: (kind, backend) != ("heads", "triton"))

@@ -332,15 +332,17 @@ def test_odd_strides_against_float64(case, dtype, device):
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
 @pytest.mark.parametrize("backend", CHUNK_BACKENDS[:2])
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("dims", [(64, 32), (128, 16), (40, 24)], ids=str)
-def test_tensors_that_begin_anywhere_against_float64(dims, backend, dtype, device):
+def test_tensors_that_begin_anywhere_against_float64(dims, stored, backend, dtype, device):
     """One element further than a multiple of 16 bytes."""
     lengths, rows = (LONG, 100) if GPU else ((40, 17), 3)
-    case = CacheCase("begin", lengths, rows, head_dim=dims[0], head_dim_v=dims[1], options=CAUSAL)
+    case = CacheCase("begin", lengths, rows, head_dim=dims[0], head_dim_v=dims[1], stored=stored,
+                     options=CAUSAL)  # fmt: skip
     inputs = make_cache_inputs(case, device, dtype)
     for name in ("q", "k_cache", "v_cache"):
         given = inputs.arguments[name]
-        memory = torch.empty(given.numel() + 1, dtype=dtype, device=device)
+        memory = torch.empty(given.numel() + 1, dtype=given.dtype, device=device)
         inputs.arguments[name] = memory[1:].view_as(given).copy_(given)
     check_cached(case, inputs, *call_cached(inputs, backend=backend), backend)
 

@@ -11,7 +11,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ...call.cached import CacheProblem
+from ...call.cached import CacheProblem, DecodeProblem
 from ...call.dtypes import EIGHT_BIT
 from ...call.mask_tensors import COLUMNS, ROWS
 from ...call.operands import Tensors
@@ -112,7 +112,9 @@ class TritonBackend:
         else:
             reason = packed.spans_reason(problem)
             reason = reason or gpu_limits.decline_reason(problem, MAX_HEAD_DIM)
-        if reason is None and device.interpreted and problem.dtype == torch.bfloat16:
+        # Caches of 8 bits are multiplied in float16.
+        stored = problem.cache_dtype if isinstance(problem, DecodeProblem) else problem.dtype
+        if reason is None and device.interpreted and problem.dtype == stored == torch.bfloat16:
             return "its interpreter (TRITON_INTERPRET) multiplies bfloat16 wrongly"
         return reason
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 LARGEST_WINDOW = 2**30  # keys are counted in 32 bits
 APPEND_ROWS = 16
 COMBINE_ROWS = 4
+SMALLEST_WIDENED = 32  # columns: a GEMM has the even ones, 16 at least
 COMBINE_COLUMNS = 512  # of a program at most: 16 numbers of a part in each thread
 
 
@@ -185,7 +186,10 @@ def _slopes_stride(slopes: Tensor | None) -> int:
 
 def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
     dims = problem.head_dim, problem.head_dim_v
-    alike = dict(zip(("BLOCK_D", "BLOCK_DV"), blocks_alike(*dims), strict=True))
+    widens = problem.cache_dtype in EIGHT_BIT
+    blocks = blocks_alike(*(max(dim, SMALLEST_WIDENED * widens) for dim in dims))
+    alike = {"BLOCK_D": blocks[0], "BLOCK_DV": blocks[1]}
+    elementwise = alike | {"WORDS": False}
     constants = {
         "STRIDE_UNIT": 1,
         "HEAD_DIM": problem.head_dim,
@@ -206,13 +210,15 @@ def decode_launch(problem: DecodeProblem, tile: CacheTile) -> VariableLaunch:
         "K_OF_KEYS": problem.k_descale in OF_KEYS,
         "V_OF_KEYS": problem.v_descale in OF_KEYS,
         "NATIVE_FP8": tile.native_fp8,
+        "WORDS": True,
     }
     # Keys that are widened are not pipelined any more: they take turns with values.
-    widens = problem.cache_dtype in EIGHT_BIT
-    alike_too = widens or problem.split_tokens
-    if alike_too or tile.num_stages == 1 or is_elementwise(*dims):
+    if widens or problem.split_tokens or tile.num_stages == 1:
         constants |= alike
-    return VariableLaunch(decode.decode_kernel, 4, constants, _part_options(problem, tile), alike)
+    if is_elementwise(*dims):
+        constants |= elementwise
+    options = _part_options(problem, tile)
+    return VariableLaunch(decode.decode_kernel, 4, constants, options, elementwise)
 
 
 def _units(problem: DecodeProblem, tile: CacheTile) -> dict[str, object]:

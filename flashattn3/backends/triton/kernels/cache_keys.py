@@ -5,7 +5,7 @@ softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) over them.
 import triton
 import triton.language as tl
 
-from .cache_bits import in_units, of_keys, widened
+from .cache_bits import in_units, of_keys, scale_of, widened
 from .common import FULL, round_down, stage_range, tanh_exp2, visible
 
 
@@ -57,6 +57,30 @@ def load_rows(pointers, exists, columns, num_columns, MASKED: tl.constexpr, PADD
         tile = tl.load(pointers, mask=(columns < num_columns)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_words(
+    rows,
+    exists,
+    columns,
+    num_columns,
+    MASKED: tl.constexpr,
+    PADDED: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Rows of K or V of 8 bits, two columns in each word. WORDS: rows begin at multiples of 2."""
+    if WORDS:
+        words = rows.to(tl.pointer_type(tl.uint16), bitcast=True)
+        pointers = words[:, None] + columns[None, :]
+        tile = load_rows(pointers, exists, columns, num_columns // 2, MASKED, PADDED)
+    else:
+        even = 2 * columns
+        pointers = rows.to(tl.pointer_type(tl.uint8), bitcast=True)[:, None] + even[None, :]
+        tile = load_rows(pointers, exists, even, num_columns, MASKED, PADDED).to(tl.uint16)
+        odd = load_rows(pointers + 1, exists, even + 1, num_columns, MASKED, PADDED)
+        tile |= odd.to(tl.uint16) << 8
     return tile
 
 
@@ -125,19 +149,25 @@ def attend_keys(
     K_OF_KEYS: tl.constexpr,
     V_OF_KEYS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Attend to the keys within the edges, KEYS at a time: the accumulator, sum and maximum (log2)
     of each row, and NaN if the page of a key does not exist, else 0.
 
-    k_descale, v_descale: pointers to those of keys, with K_OF_KEYS and V_OF_KEYS. slope: ALiBi's
-    of each row (log2); None: there is none.
+    k_descale, v_descale: pointers to those of keys, with K_OF_KEYS and V_OF_KEYS. factor: of each
+    row. slope: ALiBi's of each row (log2); None: there is none.
     """
-    MATH: tl.constexpr = q.dtype
     IN_UNITS: tl.constexpr = V_OF_KEYS and q.dtype == tl.float16
+    STORED: tl.constexpr = k_head.dtype.element_ty
+    WIDENS: tl.constexpr = STORED.primitive_bitwidth == 8
+    PARTS: tl.constexpr = 2 if WIDENS else 1
     key_offsets = tl.arange(0, KEYS)
-    columns = tl.arange(0, BLOCK_D)
-    columns_v = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
+    columns = tl.arange(0, BLOCK_D // PARTS)
+    columns_v = tl.arange(0, BLOCK_DV // PARTS)
+    acc = tl.zeros((ROWS, BLOCK_DV // PARTS), dtype=tl.float32)
+    if WIDENS:
+        q_even, q_odd = tl.split(tl.reshape(q, (ROWS, BLOCK_D // 2, 2)))
+        acc_odd = acc
     row_sum = tl.zeros((ROWS,), dtype=tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     unit = tl.full((ROWS,), 1.0, dtype=tl.float32)  # of acc
@@ -155,25 +185,35 @@ def attend_keys(
                 )  # fmt: skip
                 any_lost |= lost
                 k_rows = page * k_strides.b + row * k_strides.s
-                k = load_rows(
-                    k_head + k_rows[:, None] + columns[None, :],
-                    exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0, HEAD_DIM < BLOCK_D,
-                )  # fmt: skip
-                scores = tl.dot(q, tl.trans(widened(k, MATH, NATIVE_FP8)))
+                if WIDENS:
+                    k = load_words(
+                        k_head + k_rows, exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0,
+                        HEAD_DIM < BLOCK_D, WORDS,
+                    )  # fmt: skip
+                    k = tl.trans(k)
+                    scores = tl.dot(q_even, widened(k, False, STORED, NATIVE_FP8))
+                    scores = tl.dot(q_odd, widened(k, True, STORED, NATIVE_FP8), scores)
+                else:
+                    k = load_rows(
+                        k_head + k_rows[:, None] + columns[None, :],
+                        exists, columns, HEAD_DIM, MASKED or PAGE_SIZE > 0, HEAD_DIM < BLOCK_D,
+                    )  # fmt: skip
+                    scores = tl.dot(q, tl.trans(k))
                 if K_OF_KEYS:
                     scores *= of_keys(
                         k_descale, page, row, k_descale_strides, exists,
                         MASKED or PAGE_SIZE > 0,
                     )[None, :]  # fmt: skip
-                step = 1.0 if SOFTCAP else factor
+                step = factor
                 if SOFTCAP:
-                    scores = cap_log2 * tanh_exp2(scores * factor, SOFTCAP)
+                    scores = cap_log2 * tanh_exp2(scores * factor[:, None], SOFTCAP)
+                    step = tl.full((ROWS,), 1.0, dtype=tl.float32)
                 if slope is not None:
                     between = tl.abs(
                         tokens[:, None] + (diagonal - first_key) - key_offsets[None, :]
                     )
-                    scores = scores * step - slope[:, None] * between.to(tl.float32)
-                    step = 1.0
+                    scores = scores * step[:, None] - slope[:, None] * between.to(tl.float32)
+                    step = tl.full((ROWS,), 1.0, dtype=tl.float32)
                 if MASKED:
                     seen = visible(
                         tokens[:, None], key_offsets[None, :], length_k - first_key,
@@ -190,15 +230,20 @@ def attend_keys(
                 if MASKED:
                     # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
                     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-                p = tl.math.exp2(scores * step - reference[:, None])
+                p = tl.math.exp2(scores * step[:, None] - reference[:, None])
                 decay = tl.math.exp2(row_max - reference)
                 row_sum = row_sum * decay + tl.sum(p, 1)
                 v_rows = page * v_strides.b + row * v_strides.s
-                v = load_rows(
-                    v_head + v_rows[:, None] + columns_v[None, :],
-                    exists, columns_v, HEAD_DIM_V, MASKED or PAGE_SIZE > 0, HEAD_DIM_V < BLOCK_DV,
-                )  # fmt: skip
-                v = widened(v, MATH, NATIVE_FP8)
+                if WIDENS:
+                    v = load_words(
+                        v_head + v_rows, exists, columns_v, HEAD_DIM_V, MASKED or PAGE_SIZE > 0,
+                        HEAD_DIM_V < BLOCK_DV, WORDS,
+                    )  # fmt: skip
+                else:
+                    v = load_rows(
+                        v_head + v_rows[:, None] + columns_v[None, :], exists, columns_v,
+                        HEAD_DIM_V, MASKED or PAGE_SIZE > 0, HEAD_DIM_V < BLOCK_DV,
+                    )  # fmt: skip
                 if V_OF_KEYS:
                     p *= of_keys(
                         v_descale, page, row, v_descale_strides, exists,
@@ -207,11 +252,19 @@ def attend_keys(
                     if IN_UNITS:
                         p, decay, unit = in_units(p, unit * decay)
                 acc = acc * decay[:, None]
-                acc = tl.dot(p.to(v.dtype), v, acc)
+                p = p.to(q.dtype)
+                if WIDENS:
+                    acc = tl.dot(p, widened(v, False, STORED, NATIVE_FP8), acc)
+                    acc_odd = acc_odd * decay[:, None]
+                    acc_odd = tl.dot(p, widened(v, True, STORED, NATIVE_FP8), acc_odd)
+                else:
+                    acc = tl.dot(p, v, acc)
                 row_max = new_max
 
     if PAGE_SIZE % KEYS != 0:
         any_lost = tl.max(any_lost, 0)
+    if WIDENS:
+        acc = tl.reshape(tl.join(acc, acc_odd), (ROWS, BLOCK_DV)) * scale_of(STORED, NATIVE_FP8)
     if IN_UNITS:
         acc = acc * unit[:, None]
     return acc, row_sum, row_max, tl.where(any_lost > 0, float("nan"), 0.0)

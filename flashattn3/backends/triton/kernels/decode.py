@@ -115,6 +115,7 @@ def decode_kernel(
     K_OF_KEYS: tl.constexpr,
     V_OF_KEYS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """One part of one tile of packed rows. Grid: as many parts as there can be.
 
@@ -126,7 +127,8 @@ def decode_kernel(
     keys from key 0 are a span of their own (spans.py), and a part is one span or all of a tile.
     K_OF_KEYS, V_OF_KEYS: whether a descale is of a page or a token, then with the batch stride of
     pages, or of dense caches, and the stride 0 of the tokens of a page; else of the sequence.
-    e4m3 is passed as bytes. NATIVE_FP8: whether Triton converts it on the GPU.
+    e4m3 is passed as bytes. NATIVE_FP8: whether the GPU converts it. WORDS: caches of 8 bits are
+    loaded by two bytes or more; else they, or their rows, begin at any byte.
     """
     sequences = Sequences(
         cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, seqlen_q, total_q,
@@ -158,5 +160,5 @@ def decode_kernel(
                 window_right, scale_log2, cap_log2, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
                 GROUP, SLOT_M, FEW_M if kind == 1 else BLOCK_M, FEW_N if kind == 1 else BLOCK_N,
                 UNIT, SPANS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS,
-                NATIVE_FP8,
+                NATIVE_FP8, WORDS,
             )  # fmt: skip

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .cache_bits import in_float16, scale_of
 from .cache_keys import attend_keys, edges_within
 from .cache_parts import (
     key_lengths,
@@ -80,6 +81,7 @@ def attend_part(
     K_OF_KEYS: tl.constexpr,
     V_OF_KEYS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """One part of one tile of ROWS packed rows, KEYS keys in a step, of a sequence. work: what
     ``find_work`` returns."""
@@ -176,7 +178,13 @@ def attend_part(
         )
     # A negative factor is that of -q, so that the maximum may be taken of raw scores.
     q = tl.where(scale_log2 < 0, -q, q)
-    factor = tl.where(scale_log2 == 0, SMALLEST_FACTOR, tl.abs(scale_log2))
+    factor = tl.full((ROWS,), 1.0, dtype=tl.float32)
+    if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        if q.dtype == tl.bfloat16:
+            q, factor = in_float16(q)
+        factor *= scale_of(k_ptr.dtype.element_ty, NATIVE_FP8)
+    factor *= tl.abs(scale_log2)
+    factor = tl.where(factor == 0, SMALLEST_FACTOR, factor)
     k_head = k_ptr + head_kv.to(tl.int64) * k_strides.h
     v_head = v_ptr + head_kv.to(tl.int64) * v_strides.h
     table_row = page_table
@@ -209,7 +217,7 @@ def attend_part(
                 leftpad, tree_low, tree_high, slope, tokens, length_k, diagonal, window_left,
                 window_right, factor, cap_log2,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT,
-                SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
+                SOFTCAP, TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8, WORDS,
             )  # fmt: skip
             part_out, part_lse = part_of_span(acc, row_sum, row_max, of_v)
             out, total, lse = join_span(out, total, lse, part_out, part_lse + (poison + lost))
@@ -223,7 +231,7 @@ def attend_part(
             leftpad, tree_low, tree_high, slope, tokens, length_k, diagonal, window_left,
             window_right, factor, cap_log2,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROWS, KEYS, PAGE_SIZE, LEFT, RIGHT, SOFTCAP,
-            TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8,
+            TREE_WORDS, K_OF_KEYS, V_OF_KEYS, NATIVE_FP8, WORDS,
         )  # fmt: skip
         poison += lost
         acc_scale = tl.full((ROWS,), 1.0, dtype=tl.float32)

@@ -15,30 +15,22 @@ import triton.language as tl
 from .common import INTERPRETED
 
 
-def _widening(shift: int, nan: str, scale: str) -> str:
+def _widening() -> str:
     """Assembly that widens four e4m3 bytes, two in each register. A byte is moved to the high end
-    of its half, its exponent and mantissa down by `shift` to the fields of the wider type, whose
-    greater bias the product with `scale` takes away, exactly for subnormals too. The magnitude 0x7f
-    alone carries into one bit more, n, from which `nan` makes an exponent of ones."""
-    fields, one = 0x7F007F00 >> shift, 0x01000100 >> shift
+    of its half, its exponent and mantissa down to the fields of float16, whose greater bias a
+    product takes away, exactly for subnormals too. The magnitude 0x7f alone carries into one bit
+    more, n, which makes an exponent of ones."""
     text = "{ .reg .b32 a, m, n, x;"
     for half, bytes_of in enumerate((0x1404, 0x3424)):
         text += f"""
-        prmt.b32 a, $2, 0, {bytes_of}; shr.u32 m, a, {shift}; and.b32 m, m, {fields};
-        add.u32 n, m, {one}; and.b32 n, n, {one << 7}; {nan} or.b32 m, m, n;
-        and.b32 a, a, 0x80008000; or.b32 m, m, a; {scale.format(half)};"""
+        prmt.b32 a, $2, 0, {bytes_of}; shr.u32 m, a, 1; and.b32 m, m, 0x3f803f80;
+        add.u32 n, m, 0x00800080; and.b32 n, n, 0x40004000; or.b32 m, m, n;
+        and.b32 a, a, 0x80008000; or.b32 m, m, a;
+        mov.b32 x, 0x5c005c00; mul.f16x2 ${half}, m, x;"""
     return text + " }"
 
 
-TO_FLOAT16 = tl.constexpr(_widening(1, "", "mov.b32 x, 0x5c005c00; mul.f16x2 ${}, m, x"))
-# bfloat16 has a multiplication of pairs from 9.0 on only, hence one that adds -0.
-TO_BFLOAT16 = tl.constexpr(
-    _widening(
-        4,
-        "shl.b32 x, n, 4; sub.u32 n, x, n;",
-        "mov.b32 x, 0x7b807b80; mov.b32 a, 0x80008000; fma.rn.bf16x2 ${}, m, x, a",
-    )
-)
+TO_FLOAT16 = tl.constexpr(_widening())
 
 # V descales are raised to at least this times the largest that the program has read: smaller values
 # are far below the last place of that block's, and the ratio of descales then cannot overflow.
@@ -60,24 +52,14 @@ def as_operand(x, NATIVE: tl.constexpr):
 @triton.jit
 def as_float16(x, NATIVE: tl.constexpr):
     """Convert e4m3 bytes to float16, exactly."""
-    return widened_e4m3(x, tl.float16, NATIVE)
-
-
-@triton.jit
-def widened_e4m3(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Convert e4m3 bytes to float16 or bfloat16, exactly."""
     if NATIVE:
-        wide = x.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
+        wide = x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif INTERPRETED:
         bits = x.to(tl.uint16)
         magnitude = bits & 0x7F
         code = ((bits & 0x80) << 8) | (magnitude << 7)
         code = tl.where(magnitude == 0x7F, 0x7E00, code)
-        wide = (code.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
-    elif DTYPE.is_bf16():
-        wide = tl.inline_asm_elementwise(
-            TO_BFLOAT16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
+        wide = (code.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
     else:
         wide = tl.inline_asm_elementwise(
             TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
