@@ -29,7 +29,8 @@ def attention(
             taken in both forms. Sinks are below inf. A bias of -inf hides a key.
         dtype: what is computed in; q, k and v are converted first.
         options: softmax_scale, window_left, window_right and softcap, as in ``Problem``; -1 is an
-            open window, and the default.
+            open window, and the default. wide_scores: scores are float32 at least behind the
+            product of q and k, whatever the dtype.
 
     Returns:
         out in q's shape with v's head dim, in ``dtype``; lse (batch, heads, seqlen_q) or (heads,
@@ -141,7 +142,7 @@ def _one_head(
         column = added.sink.to(scores.dtype).expand(scores.shape[0], 1)
         scores = torch.cat((scores, column), dim=1)
     p = torch.softmax(scores, dim=1)[:, : k.shape[0]]
-    out = (p @ v).masked_fill(blind, 0.0)
+    out = (p.to(v.dtype) @ v).masked_fill(blind, 0.0)
     lse = torch.logsumexp(scores.to(_wide(q.dtype)), dim=1)
     return out, torch.where(blind.squeeze(1), of_blind, lse)
 
@@ -155,12 +156,15 @@ def scores_of_head(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
+    wide_scores: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """q (sq, d), k (sk, d) -> scores (sq, sk), -inf where hidden; rows that see nothing, (sq, 1).
 
     A row that sees nothing has the scores of all keys, to be replaced behind: no NaN, gradient 0.
     """
     scores = (q * softmax_scale) @ k.T
+    if wide_scores:
+        scores = scores.to(_wide(q.dtype))
     if softcap:
         # Scores over a cap far from them are outside of what 16 bits hold.
         scores = (softcap * torch.tanh(scores.double() / softcap)).to(scores.dtype)

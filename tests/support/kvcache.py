@@ -18,7 +18,8 @@ from torch import Tensor
 import flashattn3
 from flashattn3.call.cache_descales import OF_KEYS
 from flashattn3.call.eight_bits import rounded
-from flashattn3_bench.checking.tolerance import FORWARD_FACTOR, check
+from flashattn3.call.operands import Tensors
+from flashattn3_bench.checking import FORWARD_FACTOR, attention, check
 
 from .tolerance import check_lse
 
@@ -250,76 +251,54 @@ def _paged(
 def cache_attention(
     case: CacheCase, inputs: CacheInputs, dtype: torch.dtype = torch.float64, of_magnitudes=False
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, one head at a time, computed in ``dtype``; in float64 what is right.
+    """out and lse, computed in ``dtype``; in float64 what is right.
 
     of_magnitudes: attention of |v|, the sum of P |v|.
     """
     given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.arguments.items()}
-    q = given["q"].flatten(0, -3).to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    out = q.new_zeros((*q.shape[:2], case.head_dim_v))
-    lse = torch.full(q.shape[:2], -math.inf, dtype=wide)
-    group, begin = case.num_heads_q // case.num_heads_kv, 0
-    for index, seqlen_q in enumerate(case.queries):
-        rows = slice(begin, begin + seqlen_q)
-        begin += seqlen_q
-        hidden = _hidden(case, index, seqlen_q)
-        if case.tree:
-            tree = bits_of(given["tree_mask"].flatten(0, -2)[rows])
-            first = max(0, seqlen_q - case.seqlens[index])  # new tokens that no key is left of
-            hidden[:, case.seqlens[index] - (seqlen_q - first) :] |= ~tree[:, first:seqlen_q]
-        for head in range(case.num_heads_q):
-            k, v = (x[index][:, head // group].to(dtype) for x in (inputs.k, inputs.v))
-            v = v.abs() if of_magnitudes else v
-            place = index, head // group
-            found = _one_head(case, given, q[rows, head], k, v, hidden, place, head)
-            out[rows, head], lse[rows, head] = found
+    q = given["q"].flatten(0, -3)
+    out = q.new_zeros((*q.shape[:2], case.head_dim_v), dtype=dtype)
+    lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(dtype, torch.float32))
+    group, ends = case.num_heads_q // case.num_heads_kv, itertools.accumulate(case.queries)
+    for index, (seqlen_q, end) in enumerate(zip(case.queries, ends, strict=True)):
+        rows = slice(end - seqlen_q, end)
+        bias = torch.zeros(1, 1, seqlen_q, case.seqlens[index])
+        bias.masked_fill_(_hidden(case, given, index, rows), -math.inf)
+        for head in range(case.num_heads_kv):
+            heads = slice(head * group, (head + 1) * group)
+            k, v = (x[index][None, :, head : head + 1] for x in (inputs.k, inputs.v))
+            tensors = Tensors(q[None, rows, heads], k, v.abs() if of_magnitudes else v, bias=bias)
+            if case.sinks:
+                tensors = tensors._replace(sinks=given["sinks"][heads])
+            if case.slopes:
+                slopes = given["alibi_slopes"].expand(case.batch, -1)[index, heads]
+                tensors = tensors._replace(alibi_slopes=slopes)
+            descales = (given.get(f"{side}_descale") for side in "qkv")
+            by = [1.0 if x is None or x.ndim > 2 else float(x[index, head]) for x in descales]
+            scale = case.options.get("softmax_scale", case.head_dim**-0.5) * by[0] * by[1]
+            options = {"softmax_scale": scale, "softcap": case.options.get("softcap", 0.0)}
+            found, of_lse = attention(tensors, dtype=dtype, wide_scores=True, **options)
+            out[rows, heads], lse[rows, heads] = found[0] * by[2], of_lse[0].T
     out = out.view(*given["q"].shape[:-1], case.head_dim_v)
     lse = lse if case.ragged else lse.view(*given["q"].shape[:-1])
     return out, lse.transpose(-1, -2)
 
 
-def _hidden(case: CacheCase, index: int, seqlen_q: int) -> Tensor:
-    length = case.seqlens[index]
-    queries, keys = torch.arange(seqlen_q), torch.arange(length)
-    distance = keys - (queries + length - seqlen_q).unsqueeze(1)
+def _hidden(case: CacheCase, given: dict, index: int, rows: slice) -> Tensor:
+    """Which keys of a sequence its queries, these rows of all, do not see."""
+    length, seqlen_q = case.seqlens[index], case.queries[index]
+    keys, position = torch.arange(length), torch.arange(length - seqlen_q, length).unsqueeze(1)
     left, right = case.options.get("window_size", (-1, -1))
     if case.options.get("causal"):
         right = -1 if case.tree else 0  # a tree's bits say it
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
+    hidden = (keys < position - left) & (left >= 0) | (keys > position + right) & (right >= 0)
     if case.leftpad:
         hidden |= keys < case.leftpad[index]
+    if case.tree:
+        first = max(0, seqlen_q - length)  # new tokens that no key is left of
+        tree = bits_of(given["tree_mask"].flatten(0, -2)[rows])
+        hidden[:, length - (seqlen_q - first) :] |= ~tree[:, first:seqlen_q]
     return hidden
-
-
-def _one_head(case, given, q, k, v, hidden, place, head) -> tuple[Tensor, Tensor]:
-    scale = case.options.get("softmax_scale", case.head_dim**-0.5)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    for name in ("q_descale", "k_descale"):
-        if name in given and given[name].ndim == 2:
-            scale = scale * float(given[name][place])
-    scores = ((q * scale) @ k.T).to(wide)
-    cap = case.options.get("softcap", 0.0)
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    if case.slopes:
-        slope = given["alibi_slopes"].expand(case.batch, -1)[place[0], head].to(wide)
-        rows, keys = map(torch.arange, scores.shape)
-        scores = scores - slope * ((rows + keys.numel() - rows.numel())[:, None] - keys).abs()
-    scores = scores.masked_fill(hidden, -math.inf)
-    if case.sinks:
-        sink = given["sinks"][head].to(wide).expand(scores.shape[0], 1)
-        scores = torch.cat([scores, sink], 1)
-    lse = torch.logsumexp(scores, 1)
-    p = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(1))
-    out = p[:, : k.shape[0]].to(q.dtype) @ v
-    if "v_descale" in given and given["v_descale"].ndim == 2:
-        out = out * float(given["v_descale"][place])
-    return out, lse
 
 
 def check_cached(
