@@ -153,7 +153,7 @@ def _embedding(x: Tensor) -> Embedding:
 
 def _rotate(q: Tensor, k: Tensor, _v: Tensor) -> list[Tensor]:
     embedding = _embedding(q)
-    return [rotated(x, embedding, None, None) for x in (q, k)]
+    return [*rotated(q, k, embedding)]
 
 
 def _copy(*tensors: Tensor) -> list[Tensor]:

@@ -40,12 +40,12 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, embedding: Embedding) -> Tensor:
-        ctx.back = embedding._replace(sin=-embedding.sin)
-        return rotated(x, embedding, None, None)
+        ctx.embedding = embedding
+        return rotated(x, None, embedding)[0]
 
     @staticmethod
     def backward(ctx, dx: Tensor) -> tuple[Tensor, None]:
-        return rotated(dx, ctx.back, None, None), None
+        return rotated(dx, None, ctx.embedding, back=True)[0], None
 
 
 def run_rotary(cell: Cell, settings: Settings) -> list[Record]:

@@ -790,8 +790,12 @@ def times_of_calls() -> dict[str, float]:
     embedded = {**dict(zip("qkv", plain, strict=True)), **rotary}
     scaled = rotate_and_quantize(**embedded)
 
-    def both_of_8_bits():
+    def pair_of_8_bits():
         flash_attn_func(*rotate_and_quantize(**embedded))
+
+    # Of one row of q and k, because a CPU takes time for the products that rotate them back.
+    row = {"rows": (1, 1), "heads": (1, 1)}
+    pair_with_gradients, both_of_pair = host_scaled_checks.both_passes(**row)
 
     calls = {
         "forward": lambda: flash_attn_func(*plain),
@@ -807,7 +811,9 @@ def times_of_calls() -> dict[str, float]:
         "operators of a compiled graph, packed": partial(both_of_a_graph, edges * 64),
         "rotate_and_quantize": lambda: rotate_and_quantize(**embedded),
         "forward of 8 bits": lambda: flash_attn_func(*scaled),
-        "rotate_and_quantize and forward of 8 bits": both_of_8_bits,
+        "rotate_and_quantize and forward of 8 bits": pair_of_8_bits,
+        "rotate_and_quantize and forward of 8 bits, with gradients": pair_with_gradients,
+        "rotate_and_quantize and 8 bits, forward and backward": both_of_pair,
         "cached call": partial(cached, *plain[1:]),
         "cached call, paged": partial(cached, *pages, page_table=table),
         "cached call with a prefix": partial(cached, *pages, page_table=table, **prefix),

@@ -16,28 +16,64 @@ from test_host_work import work_of
 from test_rotate_and_quantize import COS, SIN, WRONG, K, Q, V
 
 from flashattn3 import UnsupportedError, flash_attn_func, masks, rotate_and_quantize
+from flashattn3.backends.triton.kernels import variable_launch
 from flashattn3.call.block_scaled import BlockScaled
 from flashattn3.call.dtypes import FP8, INT8
-from flashattn3.quantization import dispatch, embedding_checks, hopper_launch, rotary_quantization
+from flashattn3.quantization import (
+    dispatch,
+    embedding_checks,
+    embedding_launch,
+    hopper_launch,
+    rotary_quantization,
+    triton_launch,
+)
 from flashattn3.run import operators, quantized
+from flashattn3.run.quantized_gradient import FEW_KEYS
 from flashattn3.run.scaled import launch_cache_of_8_bits
 
 ERRORS = TypeError, ValueError, UnsupportedError
+LAUNCHES_OF_TRITON = (
+    triton_launch._dequantization,
+    triton_launch._dequantize_launch,
+    embedding_launch._rotation,
+    embedding_launch._rotation_launch,
+)
 
 
 @contextlib.contextmanager
 def quantization():
     """Tensors on the CPU are quantized as on an H100, without a look at values."""
     modules = hopper_launch, rotary_quantization, embedding_checks, operators, quantized
-    known = dispatch._backend_runs_on, hopper_launch._known
+    known = dispatch._backend_runs_on, hopper_launch._known, *LAUNCHES_OF_TRITON
     with pytest.MonkeyPatch.context() as patch:
         for module in modules:
             patch.setattr(module, "is_checked", lambda device: False)
         patch.setattr(dispatch, "HOPPER", operators.BACKENDS[0])
         patch.setattr(dispatch, "describe_device", lambda device: H100)
+        for module in (embedding_launch, triton_launch):
+            patch.setattr(module, "VariableLaunch", counted_launch)
         forget(*known)
         yield patch
     forget(*known)
+
+
+class _Starters(dict):
+    """Those of a Triton kernel that counts its launches, as if it were compiled for each."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get(self, key):
+        return lambda *_: TRITON_LAUNCHES.append(self.name)
+
+
+TRITON_LAUNCHES: list[str] = []
+
+
+def counted_launch(kernel, *how):
+    launch = variable_launch.VariableLaunch(kernel, *how)
+    launch._starters = _Starters(kernel.__name__)
+    return launch
 
 
 def forget(*caches) -> None:
@@ -327,6 +363,43 @@ def check_lse_of_8_bits(host):
             assert of_kernel[place + 1] == ("result 1" if returns_lse else 0)
 
 
+def both_passes(causal: bool = False, **changed):
+    """A call of the pair with gradients, and one of both passes."""
+    call = rotary_call(**changed)
+    leaves = [x.requires_grad_() for x in (call.pop("q"), call.pop("k"), call.pop("v"))]
+
+    def forward():
+        return flash_attn_func(*rotate_and_quantize(*leaves, **call), causal=causal)
+
+    dout = torch.ones_like(forward())
+    return forward, lambda: torch.autograd.grad(forward(), leaves, dout)
+
+
+def check_launches_of_gradients_of_8_bits(host):
+    """One launch widens q, k and v, and one rotates dq and dk back. Rows that see few keys are
+    computed again, of a causal call of many keys the first ones."""
+    with quantization():
+        for causal, tokens in ((False, 40), (True, 40), (True, 600), (False, 600)):
+            cos, sin = torch.zeros(2, tokens, 32)
+            tables = {"rotary_cos": cos, "rotary_sin": sin}
+            _, both = both_passes(causal, rows=(2, tokens), **tables)
+            found = [launches_of(host, both) for _ in range(3)]  # the first one plans
+            assert found[0] == found[1] == found[2]
+            of_triton, launches = found[0]
+            assert of_triton == ["dequantize_blocks", "rotate_blocks"]
+            # rotation, forward, rows again, statistics, gradients, conversion of dq
+            assert len(launches) == 6 - (not causal and tokens > FEW_KEYS)
+            shapes = [(2, tokens, heads, 64) for heads in (4, 2, 2)]
+            assert [(x.shape, x.is_contiguous()) for x in both()] == [(x, True) for x in shapes]
+
+
+def launches_of(host, call) -> tuple[list[str], list[list]]:
+    """Those of Triton, and those of the library."""
+    TRITON_LAUNCHES.clear()
+    events = events_of(host, call)
+    return [*TRITON_LAUNCHES], [x for x in events if x[0] == "launch"]
+
+
 def check_python_work_of_8_bits(host):
     """Calls of Python are counted as in tests/test_host_work.py; bounds are a quarter above."""
     with quantization(), torch.no_grad():
@@ -334,3 +407,7 @@ def check_python_work_of_8_bits(host):
         sides = rotate_and_quantize(**call)
         assert work_of(lambda: rotate_and_quantize(**call)) <= 22
         assert work_of(lambda: flash_attn_func(*sides)) <= 27
+    with quantization():
+        forward, both = both_passes()
+        assert work_of(forward) <= 180
+        assert work_of(both) <= 420

@@ -180,16 +180,31 @@ def test_what_has_no_gradient():
 @pytest.mark.parametrize("layout", ["rows", "permuted"])
 @pytest.mark.parametrize("edges", [None, (0, 33, 33, 110)])
 def test_the_kernel_widens_as_torch(edges, layout, dtype, device):
-    x = torch.randn((2, 130, 3, 64) if edges is None else (120, 3, 64), device=device)
+    """q, k and v in one launch: of any strides, numbers of tokens, blocks and head dims."""
+    lead = [(2, 130), (2, 90)] if edges is None else [(120,), (115,)]
+    of_q, of_k = ((*x, heads, 64) for x, heads in zip(lead, (3, 2), strict=True))
+    given = [torch.randn(shape, device=device) for shape in (of_q, of_k, (*of_k[:-1], 40))]
     edges = None if edges is None else torch.tensor(edges, dtype=torch.int32, device=device)
-    for of, hadamard in ((FP8, False), (FP8, True), (INT8, True)):
-        if layout == "permuted" and hadamard:
-            continue
-        data, descale = dispatch.quantize(x, 64, hadamard, edges, 100, layout, of, None)
-        if edges is not None and layout == "rows":
-            data.view(torch.uint8)[110:] = 0  # rows of no sequence are not written
-        given = data, descale, 64, edges, x.shape, dtype
-        of_torch = torch_operations.dequantize(*given)
-        assert torch.equal(triton_launch.dequantize(*given), of_torch)
-        values = rotate_back(of_torch) if hadamard else of_torch
-        assert (values[:110] - x[:110]).abs().max() < 0.3
+    for of, hadamard, blocks in ((FP8, False, (64,) * 3), (INT8, True, (128, 64, 256))):
+        stored = []
+        for x, block, kind in zip(given, blocks, "qkv", strict=True):
+            is_v = kind == "v"
+            how = block, hadamard and not is_v, edges, 100, layout if is_v else "rows"
+            data, descale = dispatch.quantize(x, *how, FP8 if is_v else of, None)
+            if edges is not None and data.ndim == x.ndim:
+                data.view(torch.uint8)[110:] = 0  # rows of no sequence are not written
+            if kind == "q":
+                wide = torch.zeros(*x.shape[:-1], 80, dtype=of, device=device)
+                wide.view(torch.uint8)[..., :64] = data.view(torch.uint8)
+                data = wide[..., :64]
+            stored.append(torch_operations.Stored(data, descale, block, edges, x.shape))
+        of_torch = torch_operations.dequantize(stored, dtype)
+        found = triton_launch.dequantize(stored, dtype)
+        for x, values, wanted, kind in zip(given, found, of_torch, "qkv", strict=True):
+            assert torch.equal(values, wanted)
+            values = rotate_back(values) if hadamard and kind != "v" else values
+            values, x = (y if edges is None else y[:110] for y in (values, x))
+            assert (values - x).abs().max() < 0.3
+        nothing = [x._replace(descale=None, block=None) for x in stored[1:]]
+        found = triton_launch.dequantize([stored[0], *nothing], dtype)
+        assert torch.equal(found[0], of_torch[0]) and not any(x.any() for x in found[1:])

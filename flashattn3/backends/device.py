@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -90,3 +92,21 @@ def _number_of(variable: str, text: str, wanted: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"{variable} must be {wanted}, got {os.environ[variable]!r}")
     return int(text)
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
+    """Make the tensor's device the current one, where Triton launches."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return _HERE
+
+
+_HERE = nullcontext()
+
+
+def run_on_device_of(tensor: torch.Tensor, run: Callable, *arguments: object) -> object:
+    """``run(*arguments)`` there, in less time."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return run(*arguments)
+    with torch.cuda.device(tensor.device):
+        return run(*arguments)

@@ -30,7 +30,7 @@ def signs(head_dim: int, device: torch.device) -> Tensor:
     return _kept_or_made(_made_signs, head_dim, device)
 
 
-def _kept_or_made(make: Callable, *of: object) -> Tensor:
+def _kept_or_made(make: Callable, *of: object) -> Tensor | tuple[Tensor, Tensor]:
     """make(head_dim, device, ...), which is computed once."""
     if is_traced():
         return make(*of)
@@ -49,7 +49,8 @@ def _kept_or_made(make: Callable, *of: object) -> Tensor:
     return made
 
 
-_kept: dict[tuple, Tensor] = {}  # one or two for each head dim and device
+# One or two for each head dim and device.
+_kept: dict[tuple, Tensor | tuple[Tensor, Tensor]] = {}
 
 
 def _made_signs(head_dim: int, device: torch.device) -> Tensor:
@@ -81,13 +82,15 @@ def rotate_rows_back(x: Tensor) -> Tensor:
     """rotate_back in x's dtype, which tensor cores multiply by a matrix of ±1: one rounding of each
     result, as of a sum of so many products."""
     head_dim = x.shape[-1]
-    matrix = _kept_or_made(_made_matrix, head_dim, x.device, x.dtype)
+    unread, matrix = _kept_or_made(_made_matrix, head_dim, x.device, x.dtype)
     rows = x.reshape(-1, head_dim)
-    return torch.addmm(rows.new_zeros(1), rows, matrix, beta=0, alpha=head_dim**-0.5).view(x.shape)
+    return torch.addmm(unread, rows, matrix, beta=0, alpha=head_dim**-0.5).view_as(x)
 
 
-def _made_matrix(head_dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return rotate_back(torch.eye(head_dim, device=device)).sign().to(dtype)
+def _made_matrix(head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A zero, which addmm takes besides, and the matrix."""
+    matrix = rotate_back(torch.eye(head_dim, device=device)).sign().to(dtype)
+    return matrix.new_zeros(1), matrix
 
 
 def is_rotatable(head_dim: int) -> bool:

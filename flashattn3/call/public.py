@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from ..modes import are_deterministic
 from .batch_invariance import span_of_all_calls
 from .fields import CALL, Description
 from .foreign import translated
@@ -65,7 +66,7 @@ def reader(description: Description, function: str, names: tuple[str, ...]) -> C
         if not torch.compiler.is_compiling() and isinstance(window_size, (tuple, list)):
             try:
                 left, right = window_size
-                deterministic = torch.are_deterministic_algorithms_enabled()
+                deterministic = are_deterministic()
                 in_force = named_backend.get(), span_of_all_calls.get()
                 return read_once(left, right, *in_force, deterministic, *values)
             except (TypeError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..call.dtypes import FP8, INT8, SIXTEEN_BIT
 from ..call.hadamard import signs
 from ..modes import is_traced
 from . import smoothing, torch_operations
+from .torch_operations import Stored
 
 
 def on_hopper(x: Tensor) -> bool:
@@ -61,10 +63,7 @@ def _sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -
     x, cu_seqlens = _rows_dense(x), _dense(cu_seqlens)
     if on_hopper(x) and x.dtype in SIXTEEN_BIT:
         return torch.ops.flashattn3_hopper.sample_mean.default(x, cu_seqlens, max_seqlen or 0)
-    if on_triton(x, x.shape[-1]):
-        from . import triton_launch as implementation  # imports Triton
-    else:
-        implementation = smoothing
+    implementation = _triton_launch() if on_triton(x, x.shape[-1]) else smoothing
     return implementation.sample_mean(x, cu_seqlens, max_seqlen)
 
 
@@ -92,10 +91,7 @@ def _quantize(
             layout == "permuted",
             dtype == INT8,
         )
-    if on_triton(x, x.shape[-1]):
-        from . import triton_launch as implementation  # imports Triton
-    else:
-        implementation = torch_operations
+    implementation = _triton_launch() if on_triton(x, x.shape[-1]) else torch_operations
     data, descale = implementation.quantize(x, block, hadamard, cu_seqlens, max_seqlen, dtype, mean)
     if layout == "permuted" and hopper:
         permute_v = torch.ops.flashattn3_hopper.permute_v.default
@@ -139,20 +135,36 @@ def _quantize_qkv(
 
 
 def _dequantize(
-    data: Tensor,
-    descale: Tensor,
-    block: int,
-    cu_seqlens: Tensor | None,
-    shape: tuple[int, ...],
+    q: Tensor,
+    q_descale: Tensor | None,
+    q_block: int | None,
+    cu_seqlens_q: Tensor | None,
+    k: Tensor,
+    k_descale: Tensor | None,
+    k_block: int | None,
+    v: Tensor,
+    v_descale: Tensor | None,
+    v_block: int | None,
+    cu_seqlens_k: Tensor | None,
+    v_shape: tuple[int, ...],
     dtype: torch.dtype,
-) -> Tensor:
-    """Return the values of 8 bits, rotated as they are. data: of scaled_qkv; what has another shape
-    than ``shape``, that of the result, is permuted. Rows of no sequence are 0."""
-    if on_triton(data, shape[-1]):
-        from . import triton_launch as implementation  # imports Triton
-    else:
-        implementation = torch_operations
-    return implementation.dequantize(data, descale, block, _dense(cu_seqlens), shape, dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values of q, k and v of 8 bits, rotated as they are and without the mean: 0 in
+    rows of no sequence, and without descales, where there are no tokens."""
+    stored = (
+        Stored(q, q_descale, q_block, cu_seqlens_q, q.shape),
+        Stored(k, k_descale, k_block, cu_seqlens_k, k.shape),
+        Stored(v, v_descale, v_block, cu_seqlens_k, torch.Size(v_shape)),
+    )
+    on_chip = on_triton(q, max(q.shape[-1], v_shape[-1]))
+    return (_triton_launch() if on_chip else torch_operations).dequantize(stored, dtype)
+
+
+@cache
+def _triton_launch() -> ModuleType:
+    from . import triton_launch  # imports Triton
+
+    return triton_launch
 
 
 def on_triton(x: Tensor, head_dim: int) -> bool:
@@ -227,8 +239,10 @@ def _quantize_qkv_fake(q, k, v, block, hadamard, edges_q, edges_k, longest_q, lo
     )
 
 
-def _dequantize_fake(data, descale, block, cu_seqlens, shape, dtype):
-    return data.new_empty(shape, dtype=dtype)
+def _dequantize_fake(q, *others):
+    _, _, _, k, _, _, v, _, _, _, v_shape, dtype = others
+    shapes = (q, q.shape), (k, k.shape), (v, v_shape)
+    return tuple(x.new_empty(shape, dtype=dtype) for x, shape in shapes)
 
 
 sample_mean = opaque(
@@ -257,7 +271,8 @@ quantize_qkv = opaque(
 dequantize = opaque(
     "dequantize",
     _dequantize,
-    "(Tensor data, Tensor descale, int block, Tensor? cu_seqlens, SymInt[] shape, "
-    "ScalarType dtype) -> Tensor",
+    "(Tensor q, Tensor? q_descale, SymInt? q_block, Tensor? cu_seqlens_q, Tensor k, "
+    "Tensor? k_descale, SymInt? k_block, Tensor v, Tensor? v_descale, SymInt? v_block, "
+    "Tensor? cu_seqlens_k, SymInt[] v_shape, ScalarType dtype) -> (Tensor q, Tensor k, Tensor v)",
     _dequantize_fake,
 )

@@ -37,6 +37,9 @@ class Lengths(NamedTuple):
     max_seqlen: int | None = None
 
 
+DENSE = Lengths()
+
+
 class RotaryCall(NamedTuple):
     """What one launch rotates and quantizes. k, v: None where q is alone. mean: of k, float32
     (batch, heads, head_dim), or None. The others are those of rotate_and_quantize."""

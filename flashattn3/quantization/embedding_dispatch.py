@@ -3,6 +3,9 @@ Hopper library or of Triton, or torch operations and then a quantization of each
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,7 @@ from ..backends.device import describe_device
 from ..call import permuted_v
 from ..call.dtypes import FP8
 from . import dispatch, hopper_launch
-from .embedding import Embedding, Lengths, RotaryCall, embedded, mean_of_embedded
+from .embedding import DENSE, Embedding, Lengths, RotaryCall, embedded, mean_of_embedded
 
 MAX_TILE_BELOW_90 = 128 * 128
 
@@ -36,14 +39,27 @@ def rotate_and_quantize(
 
 
 def rotated(
-    x: Tensor, embedding: Embedding, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> Tensor:
-    """x rotated, without a norm, in its dtype. Rows of no sequence are anything."""
+    x: Tensor,
+    y: Tensor | None,
+    embedding: Embedding,
+    lengths: Lengths = DENSE,
+    back: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """x and, if there is one, y of the same tokens rotated, without a norm, in their dtype. Rows of
+    no sequence are anything. back: by the negative angles."""
     if dispatch.is_opaque(x) or not dispatch.on_triton(x, x.shape[-1]):
-        return embedded(x, None, embedding, cu_seqlens).to(x.dtype)
+        embedding = embedding._replace(sin=-embedding.sin) if back else embedding
+        of = None, embedding, lengths.cu_seqlens
+        x, y = (None if z is None else embedded(z, *of).to(z.dtype) for z in (x, y))
+        return x, y
+    return _launch().rotated(x, y, embedding, lengths, back)
+
+
+@cache
+def _launch() -> ModuleType:
     from . import embedding_launch  # imports Triton
 
-    return embedding_launch.rotated(x, embedding, cu_seqlens, max_seqlen)
+    return embedding_launch
 
 
 def _run(
@@ -79,10 +95,8 @@ def _run(
         if found is not None:
             return [*(nothing if x is None else x for x in found), of_mean]
     if dispatch.on_triton(widest, widest.shape[-1]) and _fits_on_chip(widest, block):
-        from .embedding_launch import rotate_and_quantize as launch  # imports Triton
-
         permuted = k is not None and dispatch.layout_of_v(v) == "permuted"
-        return [*launch(call, permuted), of_mean]
+        return [*_launch().rotate_and_quantize(call, permuted), of_mean]
     how = block, hadamard, cu_seqlens, max_seqlen
     found = [
         *dispatch.quantize(embedded(q, q_norm, embedding, cu_seqlens), *how, "rows", qk_dtype, None)

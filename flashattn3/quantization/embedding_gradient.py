@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..modes import inputs_apart
+from ..modes import inputs_apart, is_traced
 from .embedding import Embedding, Lengths
 from .embedding_dispatch import Sides, rotated
 
@@ -18,7 +18,7 @@ from .embedding_dispatch import Sides, rotated
 def gradients_of(sides: Sides, embedding: Embedding, lengths: Lengths) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v, None of those that are not given."""
     given = inputs_apart((*sides, embedding.q_norm, embedding.k_norm))
-    return _Gradients.apply(*given, embedding, lengths)
+    return (_Gradients.apply if is_traced() else _apply)(*given, embedding, lengths)
 
 
 class _Gradients(torch.autograd.Function):
@@ -32,25 +32,30 @@ class _Gradients(torch.autograd.Function):
         ctx.others = embedding.interleaved, embedding.eps, lengths.max_seqlen
         number = q.new_empty(())  # which nothing reads
         if k is None:
-            return number.expand(q.shape), None, None
-        return number.expand(q.shape), number.expand(k.shape), number.expand(v.shape)
+            return number.expand_as(q), None, None
+        return number.expand_as(q), number.expand_as(k), number.expand_as(v)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         *weights, q, k, cos, sin, positions, edges = ctx.saved_tensors
         interleaved, eps, longest = ctx.others
-        embedding = Embedding(None, None, cos, sin, positions, interleaved, eps)
-        results = []
-        for dx, weight, x in ((dq, weights[0], q), (dk, weights[1], k)):
-            if dx is not None and cos is not None:
-                back = embedding._replace(sin=-sin)
-                dx = rotated(dx, back, edges, longest)
-            dweight = None
-            if dx is not None and weight is not None:
-                dx, dweight = _gradient_of_norm(dx, x, weight, eps)
-            results.append((dx, dweight))
-        (dq, dq_weight), (dk, dk_weight) = results
+        if cos is not None and not (dq is dk is None):
+            how = Embedding(None, None, cos, sin, positions, interleaved, eps)
+            of = how, Lengths(edges, longest), True
+            if dq is None:
+                dk, _ = rotated(dk, None, *of)
+            else:
+                dq, dk = rotated(dq, dk, *of)
+        dq_weight = dk_weight = None
+        if dq is not None and weights[0] is not None:
+            dq, dq_weight = _gradient_of_norm(dq, q, weights[0], eps)
+        if dk is not None and weights[1] is not None:
+            dk, dk_weight = _gradient_of_norm(dk, k, weights[1], eps)
         return dq, dk, dv, dq_weight, dk_weight, None, None
+
+
+# Without the search for transforms in Function.apply; see ``doors._apply``.
+_apply = super(torch.autograd.Function, _Gradients).apply
 
 
 def _gradient_of_norm(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

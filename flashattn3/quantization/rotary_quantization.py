@@ -83,9 +83,11 @@ def rotate_and_quantize(
     tensors = q, k, v, rotary_cos, rotary_sin, positions, q_norm, k_norm, cu_seqlens
     options = rotary_interleaved, norm_eps, block, hadamard, qk_dtype, smooth_k
     call = tensors, num_heads_q, max_seqlen, options
-    plain, recording, found = is_plain(), torch.is_grad_enabled(), None
-    differentiably = recording and needs_gradient((q, k, v, q_norm, k_norm))
-    if plain and not (recording and needs_gradient((rotary_cos, rotary_sin))):
+    plain, found, differentiably, of_tables = is_plain(), None, False, False
+    if torch.is_grad_enabled() and needs_gradient(tensors):
+        differentiably = needs_gradient((q, k, v, q_norm, k_norm))
+        of_tables = needs_gradient((rotary_cos, rotary_sin))
+    if plain and not of_tables:
         scheme, found = _at_once()(*call, differentiably)
         if found is not None and not differentiably:
             return _records(of_own_tensors, found, scheme, cu_seqlens, v)
@@ -108,9 +110,7 @@ def rotate_and_quantize(
             found = run(*given, *scheme[2:])
     gradients = ()
     if differentiably:
-        from .embedding_gradient import gradients_of
-
-        gradients = gradients_of(*given)
+        gradients = (_gradients_of() if plain else _imported_gradients_of())(*given)
     make = of_own_tensors if plain else BlockScaled
     return _records(make, found, scheme, cu_seqlens, v, *gradients)
 
@@ -141,6 +141,15 @@ def _records(
         make(k_data, of_k, *of, k_shape, mean, gradient_of_k),
         make(v_data, of_v, block, False, cu_seqlens, layout, v_shape, None, gradient_of_v),
     )
+
+
+def _imported_gradients_of() -> Callable:
+    from .embedding_gradient import gradients_of  # it imports the backends
+
+    return gradients_of
+
+
+_gradients_of = cache(_imported_gradients_of)  # which torch.compile would warn of
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -48,17 +50,37 @@ def quantize(
     return data.contiguous(), descale.where(amax.isfinite(), torch.nan)
 
 
+class Stored(NamedTuple):
+    """q, k or v of 8 bits, see ``Scaled``. descale, block: None where there are no tokens.
+    shape: in rows; permuted data has more axes."""
+
+    data: Tensor
+    descale: Tensor | None
+    block: int | None
+    cu_seqlens: Tensor | None
+    shape: torch.Size
+
+
 def dequantize(
+    stored: tuple[Stored, Stored, Stored], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of q, k and v, rotated as they are, in rows; 0 in rows of no sequence."""
+    q, k, v = stored
+    return _dequantized(*q, dtype), _dequantized(*k, dtype), _dequantized(*v, dtype)
+
+
+def _dequantized(
     data: Tensor,
-    descale: Tensor,
-    block: int,
+    descale: Tensor | None,
+    block: int | None,
     cu_seqlens: Tensor | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The values of 8 bits, rotated as they are, in rows; 0 in rows of no sequence."""
+    if descale is None:
+        return data.new_zeros(shape, dtype=dtype)
     of = token_positions(shape[-3], data.device, cu_seqlens)
-    rows = data if data.shape == torch.Size(shape) else unpermute_v(data, shape, cu_seqlens)
+    rows = data if data.ndim == len(shape) else unpermute_v(data, shape, cu_seqlens)
     x = (rows.float() * of_tokens(descale, block, of)[..., None]).to(dtype)
     return x if of.owned is None else torch.where(of.owned[:, None, None], x, 0.0)
 

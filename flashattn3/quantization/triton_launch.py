@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 
-from ..backends.triton.kernels.dequantize import dequantize_block
+from ..backends.device import on_device_of, run_on_device_of
+from ..backends.triton.kernels.dequantize import dequantize_blocks
 from ..backends.triton.kernels.launch import stride_unit
 from ..backends.triton.kernels.quantize import mean_of_sample, quantize_block
+from ..backends.triton.kernels.variable_launch import VariableLaunch
 from ..call.dtypes import FP8, INT8
 from ..call.hadamard import signs
 from ..call.quantization_limits import SAMPLE, SIGNIFICANT
-from .torch_operations import LARGEST
+from .torch_operations import LARGEST, Stored
 
 ELEMENTS_OF_THREAD = 64
 MAX_WARPS = 16
@@ -29,8 +31,7 @@ def sample_mean(x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) ->
     mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=x.device)
     if mean.numel() == 0:
         return mean
-    # Triton launches on the current device.
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+    with on_device_of(x):
         mean_of_sample[(batch * heads, -(-head_dim // COLUMNS_OF_SAMPLE))](
             x,
             mean,
@@ -73,8 +74,7 @@ def quantize(
     if descale.numel() == 0:
         return data.view(dtype), descale
     block_d, num_warps = tile(block, head_dim, hadamard)
-    # Triton launches on the current device.
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+    with on_device_of(x):
         quantize_block[(descale.numel(),)](
             x,
             data,
@@ -110,40 +110,106 @@ def tile(block: int, head_dim: int, rotates: bool) -> tuple[int, int]:
 
 
 def dequantize(
-    data: Tensor,
-    descale: Tensor,
-    block: int,
-    cu_seqlens: Tensor | None,
-    shape: tuple[int, ...],
+    stored: tuple[Stored, Stored, Stored], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch_operations.dequantize, in one launch."""
+    (q, of_q, block_q, edges_q, _), (k, of_k, block_k, edges_k, _) = stored[:2]
+    v, of_v, block_v, _, v_shape = stored[2]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    varlen, k_shape, q_scales, k_scales, v_scales = edges_q is not None, k.shape, None, None, None
+    if varlen:
+        edges_q, edges_k = edges_q.contiguous(), edges_k.contiguous()
+    if of_q is not None:
+        of_q = of_q.contiguous()
+        q_scales = of_q.shape
+    if of_k is not None:
+        of_k = of_k.contiguous()
+        k_scales = of_k.shape
+    if of_v is not None:
+        of_v = of_v.contiguous()
+        v_scales = of_v.shape
+    launch, grid, numbers, clears = _dequantization(
+        q.get_device(), q.dtype, k.dtype, v.dtype, dtype, varlen, block_q, block_k, block_v,
+        q.shape, k_shape, v.shape, v_shape, q_scales, k_scales, v_scales,
+    )  # fmt: skip
+    empty = torch.zeros_like if clears else torch.empty_like
+    wide_q, wide_k = empty(q, dtype=dtype), empty(k, dtype=dtype)
+    wide_v = empty(wide_k if v_shape == k_shape else wide_k.new_empty(v_shape))
+    if q.dtype == FP8:
+        q, k = q.view(torch.uint8), k.view(torch.uint8)
+    data = q, k, v.view(torch.uint8), wide_q, wide_k, wide_v
+    tensors = *data, of_q, of_k, of_v, edges_q, edges_k
+    run_on_device_of(q, launch, grid, tensors, (), numbers)
+    return wide_q, wide_k, wide_v
+
+
+@lru_cache(maxsize=4096)
+def _dequantization(
+    device: int,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
     dtype: torch.dtype,
-) -> Tensor:
-    """torch_operations.dequantize. data and descale are dense; data of another shape than ``shape``
-    has V's permuted layout."""
-    heads, head_dim = shape[-2:]
-    varlen = cu_seqlens is not None
-    # Rows of no sequence, and rows behind max_seqlen, have no descale.
-    out = (torch.zeros if varlen else torch.empty)(shape, dtype=dtype, device=data.device)
-    if descale.numel() == 0 or out.numel() == 0:
-        return out
-    permuted = data.shape != out.shape
-    block_d, num_warps = tile(block, head_dim, False)
-    with torch.cuda.device(data.device) if data.is_cuda else nullcontext():
-        dequantize_block[(descale.numel(),)](
-            data.view(torch.uint8) if data.dtype == FP8 else data,
-            descale,
-            out,
-            cu_seqlens,
-            descale.shape[-1],
-            heads,
-            shape[-3],
-            shape[-3],
-            data.shape[-3] if permuted else 0,
-            BLOCK_T=block,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            VARLEN=varlen,
-            PERMUTED_COLUMNS=data.shape[-2] if permuted else 0,
-            num_warps=num_warps,
-            enable_fp_fusion=False,  # each operation is rounded, as in torch
-        )
-    return out
+    varlen: bool,
+    q_block: int | None,
+    k_block: int | None,
+    v_block: int | None,
+    q: torch.Size,
+    k: torch.Size,
+    v_data: torch.Size,
+    v: torch.Size,
+    *descales: torch.Size | None,
+) -> tuple[VariableLaunch, tuple[int, int, int], tuple[int, ...], bool]:
+    """The launch of ``dequantize``, its grid and numbers, and whether some rows have no descale, as
+    those of no sequence and those behind max_seqlen. The others are shapes."""
+    groups, columns = v_data[-3:-1] if len(v_data) > len(v) else (0, 0)
+    blocks = [block or ROWS for block in (q_block, k_block, v_block)]
+    programs = [
+        0 if of is None else of.numel() * block // ROWS
+        for of, block in zip(descales, blocks, strict=True)
+    ]
+    launch = _dequantize_launch(
+        *(device, q_dtype, k_dtype, v_dtype, dtype, varlen, *blocks, q[-1], v[-1], columns)
+    )
+    num_blocks = (0 if of is None else of[-1] for of in descales)
+    numbers = *programs[:2], *num_blocks, q[-2], k[-2], q[-3], k[-3], groups
+    return launch, (sum(programs), 1, 1), numbers, varlen or None in descales
+
+
+@cache
+def _dequantize_launch(
+    device: int,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    dtype: torch.dtype,
+    varlen: bool,
+    block_q: int,
+    block_k: int,
+    block_v: int,
+    head_dim: int,
+    head_dim_v: int,
+    columns: int,
+) -> VariableLaunch:
+    """That of one device. columns: of permuted v, or 0."""
+    block_d, num_warps = tile(ROWS, head_dim, False)
+    block_dv, num_warps_v = tile(ROWS, head_dim_v, False)
+    constants = {
+        "BLOCK_Q": block_q,
+        "BLOCK_K": block_k,
+        "BLOCK_V": block_v,
+        "BLOCK_T": ROWS,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_DV": block_dv,
+        "VARLEN": varlen,
+        "PERMUTED_COLUMNS": columns,
+    }
+    # Each operation is rounded, as in torch.
+    options = {"num_warps": max(num_warps, num_warps_v), "enable_fp_fusion": False}
+    return VariableLaunch(dequantize_blocks, NUM_IN_VECTORS, constants, options)
+
+
+ROWS = 64  # of a program of dequantize_blocks: tokens of the smallest block
+NUM_IN_VECTORS = 6  # tensors that it reads or writes in vectors

@@ -105,11 +105,11 @@ def attend_quantized(
             check_values(*lengths, options, q.shape[0], k.shape[0])
     if differentiably:
         return attend_differentiably(tensors, checked.options, partial(_quantized, checked))
-    return attend(_quantized(checked, tensors), checked.options)
+    return attend(with_sides(tensors, *_quantized(checked, tensors)), checked.options)
 
 
-def _quantized(checked: _Checked, tensors: Tensors) -> Tensors:
-    """The call with q, k and v of 8 bits."""
+def _quantized(checked: _Checked, tensors: Tensors) -> tuple[Scaled, Scaled, Scaled]:
+    """q, k and v of 8 bits."""
     scheme, options, head_dim, scales_q, scales_k = checked
     block, hadamard, qk_dtype, smooth_k = scheme
     edges = tensors.cu_seqlens_q, tensors.cu_seqlens_k
@@ -123,8 +123,7 @@ def _quantized(checked: _Checked, tensors: Tensors) -> Tensors:
     of_q, of_k, of_v = of_q if scales_q else None, *((of_k, of_v) if scales_k else (None, None))
     layout = "rows" if head_dim is None else "permuted"
     of_keys = block if scales_k else None
-    return with_sides(
-        tensors,
+    return (
         Scaled(q, of_q, block if scales_q else None, hadamard),
         Scaled(k, of_k, of_keys, hadamard, "rows", None, mean),
         Scaled(v, of_v, of_keys, False, layout, head_dim),

@@ -15,22 +15,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..call.block_scaled import BlockScaled, lse_with_mean
 from ..call.fields import Options, score_scale_of
 from ..call.hadamard import rotate_rows_back
-from ..call.operands import Scaled, Tensors, changes_scores, flat, with_sides
+from ..call.operands import Scaled, Tensors, changes_scores, flat, key_of, with_sides
 from ..call.scores import refuse_gradient_of_slopes
 from ..call.token_positions import of_sequences, token_positions
 from ..errors import expect
 from ..modes import (
+    has_autocast,
     has_dual_level,
     inputs_apart,
+    is_batched,
+    is_plain,
     is_traced,
     is_transformed,
     needs_gradient,
@@ -39,9 +43,10 @@ from ..modes import (
 )
 from .derivative import BIAS, by_tensor, gradient_of, or_zeros
 from .doors import attend
-from .operators import forward_watched, plan_of, returned
+from .operators import forward_watched, have_data, launch_under
 
 if TYPE_CHECKING:
+    from ..backends.base import Launch
     from ..masks.mask import Mask
 
 # Rows that see as many keys at most are computed again. On an H100 the largest error of a gradient
@@ -49,20 +54,35 @@ if TYPE_CHECKING:
 # allows 3.
 FEW_KEYS = 512
 # Number of arguments of the autograd function after those of Tensors.
-_NUM_OTHERS = 2
+_NUM_OTHERS = 3
+
+
+Sides = tuple[Scaled, Scaled, Scaled]
 
 
 def attend_differentiably(
-    tensors: Tensors, options: Options, quantized: Callable[[Tensors], Tensors]
+    tensors: Tensors, options: Options, quantized: Sides | Callable[[Tensors], Sides]
 ) -> Tensor | tuple[Tensor, ...]:
-    """What the call returns. tensors: of 16 bits. options: of the call in 8 bits. quantized: the
-    call with q, k and v of 8 bits."""
-    if not is_traced():
-        # Refuses what has no gradient before anything runs.
-        plan_of(tensors, _kept_of_16_bits(options))
-        return returned(_apply(*tensors, options, quantized), options)
-    given = inputs_apart(tensors)
-    return returned(_AttentionOfQuantized.apply(*given, options, quantized), options)
+    """What the call returns. tensors: of 16 bits. options: of the call in 8 bits. quantized: q, k
+    and v of 8 bits, or how the tensors become these."""
+    if is_traced():
+        given = inputs_apart(tensors)
+        return _AttentionOfQuantized.apply(*given, options, quantized, None)
+    # Refuses what has no gradient before anything runs.
+    q, k, v = tensors.q, tensors.k, tensors.v
+    key = _key_of_sides(q.shape, k.shape, v.shape, q.dtype, q.device)
+    key = *key, *key_of(tensors[len(key) :])
+    launch = launch_under(key, tensors, _kept_of_16_bits(options))
+    return _apply(*tensors, options, quantized, launch)
+
+
+@lru_cache(maxsize=4096)
+def _key_of_sides(
+    q: torch.Size, k: torch.Size, v: torch.Size, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple, ...]:
+    """``key_of`` of q, k and v as they are widened, of these shapes."""
+    strides = (torch.empty(x, device="meta").stride() for x in (q, k, v))
+    return tuple((x, of, dtype, device, True) for x, of in zip((q, k, v), strides, strict=True))
 
 
 def attend_scaled(
@@ -80,22 +100,25 @@ def attend_scaled(
     if not torch.compiler.is_compiling() and (is_transformed() or has_dual_level()):
         refuse_gradients(options.function, **dict(zip("qkv", given, strict=True)))
     refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
+    of_q, of_k, of_v = given
+    if of_q is None or of_k is None or of_v is None or not of_q.dtype == of_k.dtype == of_v.dtype:
+        given = _sources(options.function, sides)
+    quantized = tensors.q, tensors.k, tensors.v
+    return attend_differentiably(with_sides(tensors, *given), options, quantized)
+
+
+def _sources(function: str, sides: tuple[BlockScaled, ...]) -> list[Tensor]:
+    """Where the gradients of the sides go. ValueError for gradients of several dtypes."""
+    given = [x.gradient for x in sides]
     dtype = next(x.dtype for x in given if x is not None)
     for name, x in zip("qkv", given, strict=True):
         if x is not None:
             what, wanted = f"{name}.gradient.dtype", f"{dtype} as that of the other tensors"
-            expect(x.dtype == dtype, options.function, what, wanted, x.dtype)
-    sources = [
-        x.data.new_zeros((), dtype=dtype).expand(x.shape) if x.gradient is None else x.gradient
-        for x in sides
+            expect(x.dtype == dtype, function, what, wanted, x.dtype)
+    return [
+        side.data.new_zeros((), dtype=dtype).expand(side.shape) if x is None else x
+        for side, x in zip(sides, given, strict=True)
     ]
-    eight = tensors.q, tensors.k, tensors.v
-    quantized = partial(_with_8_bits, eight)
-    return attend_differentiably(with_sides(tensors, *sources), options, quantized)
-
-
-def _with_8_bits(eight: tuple[Scaled, Scaled, Scaled], tensors: Tensors) -> Tensors:
-    return with_sides(tensors, *eight)
 
 
 def _of_16_bits(options: Options) -> Options:
@@ -109,40 +132,49 @@ _kept_of_16_bits = lru_cache(maxsize=4096)(_of_16_bits)
 
 
 class _AttentionOfQuantized(torch.autograd.Function):
+    """Of ``Tensors``, what attend_differentiably gets, and the launch of 16 bits that computes the
+    gradients; None: of a traced call."""
+
     @staticmethod
     def forward(ctx, *arguments):
-        *values, options, quantized = arguments
+        *values, options, quantized, launch = arguments
         tensors = Tensors(*values)
         ctx.set_materialize_grads(False)
-        call = quantized(tensors)
-        k = call.k
-        call = with_sides(call, call.q, k._replace(mean=None), call.v)
+        q, k, v = quantized if type(quantized) is tuple else quantized(tensors)
+        mean = k.mean
+        call = with_sides(tensors, q, k if mean is None else k._replace(mean=None), v)
         out, lse, *max_logit = attend(call, options._replace(return_lse=True))
-        ctx.options, ctx.dtype = options, tensors.q.dtype
-        sides = (call.q, tensors.q), (call.k, tensors.k), (call.v, tensors.v)
-        ctx.sides = [(of.block, x.shape) for of, x in sides]
-        ctx.hadamard, ctx.has_codes = call.q.hadamard, call.v.layout == "permuted"
-        stored = (x for side in (call.q, call.k, call.v) for x in (side.data, side.descale))
-        ctx.save_for_backward(*stored, k.mean, lse, out, *values[3:])
+        ctx.options, ctx.dtype, ctx.launch = options, values[0].dtype, launch
+        ctx.blocks, ctx.v_shape = (q.block, k.block, v.block), values[2].shape
+        ctx.hadamard, ctx.has_codes = q.hadamard, v.layout == "permuted"
+        stored = q.data, q.descale, k.data, k.descale, v.data, v.descale
+        ctx.save_for_backward(*stored, mean, lse, out, *values[3:])
         if max_logit:
             ctx.mark_non_differentiable(*max_logit)
-        if options.return_lse and k.mean is not None and call.q.descale is not None:
+        if not options.return_lse:
+            return (out, *max_logit) if max_logit else out
+        if mean is not None and q.descale is not None:
             lse = lse_with_mean(
                 lse,
-                BlockScaled(*call.q[:4], tensors.cu_seqlens_q),
-                k.mean,
-                score_scale_of(options, tensors.q.shape[-1]).softmax_scale,
+                BlockScaled(*q[:4], tensors.cu_seqlens_q),
+                mean,
+                score_scale_of(options, values[0].shape[-1]).softmax_scale,
             )
         return out, lse, *max_logit
 
     @staticmethod
-    def backward(ctx, dout, dlse, *_):
+    def backward(ctx, dout, *others):
+        dlse = others[0] if ctx.options.return_lse else None
+        num_inputs = len(Tensors._fields) + _NUM_OTHERS
         if dout is None and dlse is None:
-            return (None,) * (len(Tensors._fields) + _NUM_OTHERS)
+            return (None,) * num_inputs
         saved = ctx.saved_tensors  # once: a checkpoint lets nothing be unpacked twice
-        with without_autocast(saved[0].device.type):  # the forward's casts are in what is saved
+        if has_autocast():
+            with without_autocast(saved[0].device.type):  # the forward's casts are in what is saved
+                found = _gradients(ctx, saved, dout, dlse)
+        else:
             found = _gradients(ctx, saved, dout, dlse)
-        return (*found, *(None,) * (len(Tensors._fields) + _NUM_OTHERS - len(found)))
+        return (*found, *(None,) * (num_inputs - len(found)))
 
 
 # As doors._apply.
@@ -153,24 +185,33 @@ def _gradients(
     ctx, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the tensors of ``Tensors``, in their order."""
-    options = ctx.options
-    *stored, mean, lse, out = saved[:9]
-    edges_q, edges_k, *rest = saved[9:]
-    sides = [
-        _widened(data, descale, *side, edges, ctx.dtype)
-        for side, data, descale, edges in zip(
-            ctx.sides, stored[::2], stored[1::2], (edges_q, edges_k, edges_k), strict=True
-        )
-    ]
+    options, dtype = ctx.options, ctx.dtype
+    q, of_q, k, of_k, v, of_v, mean, lse, out, edges_q, edges_k, *rest = saved
+    dequantize = (_imported_dequantize if ctx.launch is None else _dequantize)()
+    block_q, block_k, block_v = ctx.blocks
+    of_v = v, of_v, block_v, edges_k, ctx.v_shape
+    sides = dequantize(q, of_q, block_q, edges_q, k, of_k, block_k, *of_v, dtype)
     tensors = Tensors(*sides, edges_q, edges_k, *rest)
     with_dbias = ctx.needs_input_grad[BIAS : BIAS + 1] if changes_scores(tensors) else ()
-    out = out.to(ctx.dtype)
-    dout = or_zeros(dout, out).to(ctx.dtype)
-    of_16_bits, of_lse = _of_16_bits(options), dlse
+    out = out if out.dtype == dtype else out.to(dtype)
+    dout = or_zeros(dout, out)
+    dout = dout if dout.dtype == dtype else dout.to(dtype)
+    launch, of_lse = ctx.launch, dlse
+    if launch is not None and (
+        torch.is_grad_enabled()
+        or profiler._is_profiler_enabled
+        or not (have_data(dout, out, sides[0]) and is_plain())
+        or is_batched(dout, dlse)
+    ):
+        launch = None
     if ctx.has_codes:
-        out, lse, of_lse = _with_exact_rows(tensors, of_16_bits, out, lse, dout, dlse)
-    given = dout, of_lse, out, lse, flat(tensors, bool(with_dbias)), of_16_bits
-    dq, dk, *others = gradient_of(*given, *with_dbias)
+        out, lse, of_lse = _with_exact_rows(tensors, options, launch, out, lse, dout, dlse)
+    given = dout, of_lse, out, lse
+    if launch is not None:
+        dq, dk, *others = launch.backward(*given, tensors, *with_dbias)
+    else:
+        passed = flat(tensors, bool(with_dbias)), _of_16_bits(options)
+        dq, dk, *others = gradient_of(*given, *passed, *with_dbias)
     if ctx.hadamard:
         dq, dk = rotate_rows_back(dq), rotate_rows_back(dk)
     if dlse is not None and mean is not None:
@@ -183,6 +224,7 @@ def _gradients(
 def _with_exact_rows(
     tensors: Tensors,
     options: Options,
+    launch: Launch | None,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
@@ -190,17 +232,18 @@ def _with_exact_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and dlse for the backward, computed again where rows see few keys: tensors of all
     rows, or the first of a causal call. The latter's out stays; their sums of dout * out, which
-    alone the backward needs, are corrected through dlse, from which it subtracts them."""
+    alone the backward needs, are corrected through dlse, from which it subtracts them. launch: that
+    of the tensors and options, if nothing watches the call."""
     q, k, v = tensors.q, tensors.k, tensors.v
-    again = options._replace(return_lse=True)
     sees_all = not options.causal and options.window_left < 0 and options.window_right < 0
-    plain = tensors.cu_seqlens_q is None and tensors.mask_entries_q is None
+    plain = tensors.cu_seqlens_q is tensors.mask_entries_q is None
     if plain and sees_all and k.shape[1] > FEW_KEYS:
         return out, lse, dlse
     keys_before = k.shape[1] - q.shape[1]  # of the first row
     count = min(FEW_KEYS - keys_before, q.shape[1])
     if not (plain and options.causal and options.window_left < 0 and k.shape[1] > FEW_KEYS):
-        return *_computed(tensors, again), dlse
+        run = partial(_computed, options=options) if launch is None else launch.forward
+        return *run(tensors)[:2], dlse
     if count <= 0:
         return out, lse, dlse
     first = Tensors(
@@ -211,35 +254,36 @@ def _with_exact_rows(
         alibi_slopes=tensors.alibi_slopes,
         bias=None if tensors.bias is None else tensors.bias[..., :count, : count + keys_before],
     )
-    exact, exact_lse = _computed(first, again)
-    lse, dlse = lse.clone(), torch.zeros_like(lse) if dlse is None else dlse.clone()
-    lse[..., :count] = exact_lse
-    moved = (dout[:, :count].float() * (out[:, :count].float() - exact.float())).sum(-1)
-    dlse[..., :count] += moved.transpose(1, 2)
+    exact, exact_lse = _computed(first, options)
+    lse = torch.cat((exact_lse, lse[..., count:]), -1)
+    # float32 takes 16 bits as they are: each product and difference is rounded once.
+    moved = (out[:, :count].float() - exact) * dout[:, :count]
+    moved = moved.sum(-1).transpose(1, 2)
+    if dlse is None:
+        dlse = torch.zeros_like(lse)
+        dlse[..., :count] = moved
+    else:
+        dlse = dlse.clone()
+        dlse[..., :count] += moved
     return out, lse, dlse
 
 
 def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
-    """out and lse. torch.compile refuses a backward that reads all that ``attend`` checks."""
+    """out and lse in 16 bits. torch.compile refuses a backward that reads all that ``attend``
+    checks."""
+    again = _of_16_bits(options)._replace(return_lse=True)
     if torch.compiler.is_compiling():
-        return forward_watched(tensors, options)[:2]
-    return attend(tensors, options)
+        return forward_watched(tensors, again)[:2]
+    return attend(tensors, again)
 
 
-def _widened(
-    data: Tensor,
-    descale: Tensor | None,
-    block: int | None,
-    shape: torch.Size,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The values of 8 bits, rotated as they are and without the mean, of the shape."""
-    if descale is None:  # there are no tokens
-        return data.new_zeros(shape, dtype=dtype)
+def _imported_dequantize() -> Callable:
     from ..quantization.dispatch import dequantize  # its custom operators import Triton
 
-    return dequantize(data, descale, block, cu_seqlens, shape, dtype)
+    return dequantize
+
+
+_dequantize = cache(_imported_dequantize)  # which torch.compile would warn of
 
 
 def _with_gradient_of_mean(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from ...call.cached import CombineProblem, DecodeProblem
 from ...call.dtypes import FP8, SIXTEEN_BIT
 from ..base import head_dim_reason, score_factor_reason
+from ..device import on_device_of
 from .cache_tiles import CacheTile
 from .tile_configs import MAX_HEAD_DIM
 
@@ -50,15 +50,15 @@ class TritonCachedCall:
         lengths: Lengths,
         options_hash: int,
     ) -> Tensor:
-        with _current(tensors.q):
+        with on_device_of(tensors.q):
             return self._decode(out, lse, tensors, lengths, options_hash)
 
     def append(self, tensors: AppendTensors, lengths: Lengths) -> None:
-        with _current(tensors.k):
+        with on_device_of(tensors.k):
             self._append(tensors, lengths)
 
     def combine(self, out: Tensor, lse: Tensor, out_partial: Tensor, lse_partial: Tensor) -> None:
-        with _current(out):
+        with on_device_of(out):
             self._combine(out, lse, out_partial, lse_partial)
 
     @cached_property
@@ -94,13 +94,3 @@ def decline_reason(problem: CacheProblem) -> str | None:
     if reason is None and isinstance(problem, DecodeProblem):
         return score_factor_reason(problem, 100, torch.float32)
     return reason
-
-
-_HERE = nullcontext()
-
-
-def _current(tensor: Tensor) -> AbstractContextManager:
-    """Make the tensor's device the current one, where Triton launches."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return _HERE

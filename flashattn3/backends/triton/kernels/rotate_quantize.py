@@ -27,9 +27,10 @@ def load_embedded(
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,
 ):
     """Load rows of a head in float32, normalized if there are weights, their first 2 * HALF columns
-    rotated; NaN where the tables have no such position."""
+    rotated, with BACK by the negative angle; NaN where the tables have no such position."""
     wide = HEAD_DIM < BLOCK_D
     places = source + tile_offsets(tokens, columns, stride_s)
     x = load_tile(places, tokens, length, columns, HEAD_DIM, True, wide).to(tl.float32)
@@ -57,6 +58,8 @@ def load_embedded(
         mask = mask & known[:, None]
         cos = tl.load(cos_ptr + angles, mask=mask, other=float("nan")).to(tl.float32)
         sin = tl.load(sin_ptr + angles, mask=mask, other=float("nan")).to(tl.float32)
+        if BACK:
+            sin = -sin
         turned = tl.where(first[None, :], x * cos - y * sin, y * sin + x * cos)
         x = tl.where(turns[None, :], turned, x)
     return x
@@ -115,7 +118,7 @@ def quantize_embedded(
     source = x_ptr + batch * x_stride_b + head * x_stride_h + start * x_stride_s
     x = load_embedded(source, x_stride_s, tokens, length, columns, weight_ptr, cos_ptr, sin_ptr,
                       position, table_stride, num_positions, eps, HEAD_DIM, BLOCK_D, HALF,
-                      INTERLEAVED)  # fmt: skip
+                      INTERLEAVED, False)  # fmt: skip
     sign = tl.load(sign_ptr + columns)[None, :] if ROTATE else 1.0
     x = x * sign
     place = batch * num_heads + head
@@ -274,19 +277,73 @@ def rotate_quantize_block(
 
 
 @triton.jit
-def rotate_block(
+def rotate_rows(
     x_ptr,
     out_ptr,
     cos_ptr,
     sin_ptr,
     positions_ptr,
-    cu_seqlens,
     stride_b,
     stride_s,
     stride_h,
     table_stride,
     num_positions,
+    batch,
+    head,
+    block,
+    start,
+    length,
     num_heads,
+    seqlen,
+    BLOCK_T: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BACK: tl.constexpr,
+):
+    """A block of a head."""
+    tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_D)
+    row = (0 if VARLEN else batch * seqlen) + start
+    position = positions_of(positions_ptr, row, tokens, length)
+    source = x_ptr + batch * stride_b + head * stride_h + start * stride_s
+    x = load_embedded(
+        source, stride_s, tokens, length, columns, None, cos_ptr, sin_ptr, position,
+        table_stride, num_positions, 0.0, HEAD_DIM, BLOCK_D, HALF, INTERLEAVED, BACK,
+    )  # fmt: skip
+    target = out_ptr + row * num_heads * HEAD_DIM + head * HEAD_DIM
+    target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
+    mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(target, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "positions_ptr", "cu_seqlens", "num_positions", "heads_x", "heads_y", "num_blocks",
+        "seqlen", "total",
+    ]
+)  # fmt: skip
+def rotate_blocks(
+    x_ptr,
+    y_ptr,
+    x_out,
+    y_out,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    cu_seqlens,
+    x_stride_b,
+    x_stride_s,
+    x_stride_h,
+    y_stride_b,
+    y_stride_s,
+    y_stride_h,
+    table_stride,
+    num_positions,
+    heads_x,
+    heads_y,
     num_blocks,
     seqlen,
     total,
@@ -296,23 +353,25 @@ def rotate_block(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     VARLEN: tl.constexpr,
+    BACK: tl.constexpr,
 ):
-    """out (b, s, h, d), dense: x of any strides, rotated. Grid: h * blocks * b."""
+    """x and y of the same tokens, of any strides, rotated; outputs (b, s, h, d), dense. y None:
+    heads_y is 0. Grid: blocks of tokens * (heads_x + heads_y) * b. BACK: by the negative angles."""
     pid = tl.program_id(0)
+    num_heads = heads_x + heads_y
     head = pid % num_heads
     block = pid // num_heads % num_blocks
     batch = (pid // num_heads // num_blocks).to(tl.int64)
     start, length = sequence(cu_seqlens, None, batch, seqlen, total, VARLEN, False)
-    tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    columns = tl.arange(0, BLOCK_D)
-    row = (0 if VARLEN else batch * seqlen) + start
-    position = positions_of(positions_ptr, row, tokens, length)
-    source = x_ptr + batch * stride_b + head * stride_h + start * stride_s
-    x = load_embedded(
-        source, stride_s, tokens, length, columns, None, cos_ptr, sin_ptr, position,
-        table_stride, num_positions, 0.0, HEAD_DIM, BLOCK_D, HALF, INTERLEAVED,
-    )  # fmt: skip
-    target = out_ptr + row * num_heads * HEAD_DIM + head * HEAD_DIM
-    target += tile_offsets(tokens, columns, num_heads * HEAD_DIM)
-    mask = (tokens < length)[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.store(target, x.to(out_ptr.dtype.element_ty), mask=mask)
+    if head < heads_x:
+        rotate_rows(
+            x_ptr, x_out, cos_ptr, sin_ptr, positions_ptr, x_stride_b, x_stride_s, x_stride_h,
+            table_stride, num_positions, batch, head, block, start, length, heads_x, seqlen,
+            BLOCK_T, HEAD_DIM, BLOCK_D, HALF, INTERLEAVED, VARLEN, BACK,
+        )  # fmt: skip
+    elif y_ptr is not None:
+        rotate_rows(
+            y_ptr, y_out, cos_ptr, sin_ptr, positions_ptr, y_stride_b, y_stride_s, y_stride_h,
+            table_stride, num_positions, batch, head - heads_x, block, start, length, heads_y,
+            seqlen, BLOCK_T, HEAD_DIM, BLOCK_D, HALF, INTERLEAVED, VARLEN, BACK,
+        )  # fmt: skip
