@@ -35,6 +35,7 @@ from flashattn3.backends.hopper.backend import HopperBackend
 from flashattn3.backends.hopper.kernel_configs import (
     CACHED_CONFIGS,
     DECODE_CONFIGS,
+    select_byte_decode_config,
     select_decode_config,
 )
 from flashattn3.backends.hopper.launch_record import DecodeRecord
@@ -359,6 +360,19 @@ def test_few_rows_of_few_sequences_run_on_a_warp_kernel():
         )
     ]
     assert on_warps == [True, False, False, False, True, False, True, False, False]
+
+
+def test_few_rows_of_many_sequences_with_bytes_run_on_warps_in_equal_shares():
+    bytes_of = partial(prepared, select_byte_decode_config("bf16", 128), byte_cache=True)
+    handle = bytes_of()[0]
+    assert size_of(handle, 1, 2, 4096, on_warps=True)[0] == 8 * 16
+    # A part of at most 8 rows, two of each CTA, one for each SM: columns and twice (max, sum).
+    of_row = 2 * (128 + 4) * 4
+    assert size_of(handle, 32, 1, 4096, on_warps=True) == (128, 128 * 4 * of_row)
+    assert size_of(handle, 32, 2, 4096, on_warps=True) == (128, 128 * 8 * of_row)
+    assert size_of(bytes_of(page_size=16)[0], 2, 1, 4096, on_warps=True)[0] == 128
+    assert size_of(handle, 32, 3, 4096)[0] == 256  # 12 rows: two CTAs for each SM widen tiles
+    size_of(bytes_of(whole_tiles=True)[0], 32, 1, 4096)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ class Combine {
     }
   }
 
+  // Stores four elements of a row of this CTA's part of a work tile, and its statistics with the
+  // first of them.
+  __device__ __forceinline__ void store_part(const Part& part, int row, int column, float4 sum,
+                                             RowStats stats) const {
+    const int at = row_at(partial_of(storage_.share.cta, part.first_cta), row);
+    if (column == 0) args_.partial_stats[at] = as_float2(stats);
+    *reinterpret_cast<float4*>(out_at(at) + column) = sum;
+  }
+
   // Combines the work tiles of pending parts 0 to count - 1 of which no part is missing.
   __device__ __forceinline__ void run(int count) const {
     if (count == 0) return;

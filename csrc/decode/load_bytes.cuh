@@ -23,11 +23,16 @@ namespace flashattn3::decode {
 static __device__ const float kOne = 1.f;
 static __device__ const uint32_t kNaNDescale = 0x7fffffffu;
 
-// Eight numbers of 8 bits as fp16.
+// Four numbers of 8 bits as fp16.
+template <bool kIsInt8>
+__device__ __forceinline__ uint2 widen(uint32_t bytes) {
+  return kIsInt8 ? widen_int8(bytes) : widen_e4m3(bytes);
+}
+
+// Eight of them.
 template <bool kIsInt8>
 __device__ __forceinline__ uint4 widen_vector(uint2 bytes) {
-  const uint2 low = kIsInt8 ? widen_int8(bytes.x) : widen_e4m3(bytes.x);
-  const uint2 high = kIsInt8 ? widen_int8(bytes.y) : widen_e4m3(bytes.y);
+  const uint2 low = widen<kIsInt8>(bytes.x), high = widen<kIsInt8>(bytes.y);
   return make_uint4(low.x, low.y, high.x, high.y);
 }
 
@@ -223,7 +228,7 @@ class WideningProducer {
 
   template <bool kIsInt8>
   __device__ __forceinline__ void widen_tile(uint32_t tile) const {
-    const auto widen = [](uint32_t low, uint32_t high) {
+    const auto widen_both = [](uint32_t low, uint32_t high) {
       return widen_vector<kIsInt8>(make_uint2(low, high));
     };
     const uint8_t* from =
@@ -239,8 +244,8 @@ class WideningProducer {
     uint8_t* high = shared_ + tile + (widened_at_ ^ 16);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      *reinterpret_cast<uint4*>(low + i * (kStep * 128)) = widen(x[i].x, x[i].y);
-      *reinterpret_cast<uint4*>(high + i * (kStep * 128)) = widen(x[i].z, x[i].w);
+      *reinterpret_cast<uint4*>(low + i * (kStep * 128)) = widen_both(x[i].x, x[i].y);
+      *reinterpret_cast<uint4*>(high + i * (kStep * 128)) = widen_both(x[i].z, x[i].w);
     }
   }
 

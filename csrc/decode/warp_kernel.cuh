@@ -10,27 +10,19 @@
 
 #include "decode/epilogue.cuh"
 #include "decode/warp_join.cuh"
-#include "decode/warp_mainloop.cuh"
+#include "decode/warp_results.cuh"
 #include "decode/warp_traits.cuh"
 #include "ptx/pdl.cuh"
 
 namespace flashattn3::decode {
 
-// O and the row statistics that the warps of a CTA exchange.
 template <class Traits>
 struct WarpStorage {
-  RowStats stats[Traits::kWarps][Traits::kRows];
-  float4 out[Traits::kWarps][Traits::kRows][Traits::kHeadDim / 4];
+  WarpResults<Traits> results;
   Split split;
   CachedSequence sequence;
   Turn turn;
   bool some_declined;
-
-  // Place of a vector of a row in `out`: eight lanes write vectors 2 (lane / 4) of rows
-  // 2 (lane % 4), and 32 read neighbouring vectors of a row, each without a bank conflict.
-  static __device__ __forceinline__ int place(int row, int vector) {
-    return vector ^ (row >> 1 & 1) ^ (row >> 2 & 1) << 2;
-  }
 };
 
 template <class Traits>
@@ -78,13 +70,14 @@ class WarpKernel {
 
     const RowStore store(args_, tile, sequence, part);
     if (has_work) {
-      add_warps(tile, [&](int i, int row, int vector, const float4& sum, const RowStats& all) {
-        if (join.is_split()) {
-          join.store_part(i, sum, all);
-        } else {
-          store.template store<Traits::kElement>(row, 4 * vector, sum, all);
-        }
-      });
+      storage_.results.add(args_, tile,
+                           [&](int i, int row, int vector, const float4& sum, const RowStats& all) {
+                             if (join.is_split()) {
+                               join.store_part(i, sum, all);
+                             } else {
+                               store.template store<Traits::kElement>(row, 4 * vector, sum, all);
+                             }
+                           });
     }
     if (!has_parts()) return;
     __syncthreads();  // Sync: the turn is known, and all threads have stored the part.
@@ -119,18 +112,18 @@ class WarpKernel {
   __device__ __forceinline__ void attend(const Split& split, int warp, const Part& part,
                                          const CachedSequence& sequence,
                                          const PackedTile& tile) const {
-    typename WarpMainloop<Traits>::Out o;
+    typename MainloopOf<Traits>::Out o;
     RowStats row[kRowTiles];
-    WarpMainloop<Traits> mainloop(args_);
+    MainloopOf<Traits> mainloop(args_);
     const int n_block = sequence.n_blocks.begin + warp * split.count + split.index;
     if (n_block * Traits::kBlockN < args_.capacity) {
       mainloop.load(mainloop.find_place(sequence, n_block), part.kv_head);
     }
     mainloop.load_q(tile, args_.q + part.batch_idx * args_.q_batch);
-    mainloop.widen_q();
+    if constexpr (Traits::kHasBytes) mainloop.widen_q();
     mainloop.attend(o, row, tile, sequence, part.kv_head, scale_of(args_, part), n_block,
-                    Traits::kWarps * split.count);
-    store_warp(o, row);
+                    Traits::kWarps * split.count, sequence.num_keys);
+    storage_.results.store(o, row, warp);
   }
 
   // Returns whether the assignment of sequences to CTAs depends on the lengths.
@@ -171,50 +164,6 @@ class WarpKernel {
     if (lane != max(batch_idx, 0)) return;
     storage_.sequence = sequence;
     storage_.split = batch_idx < 0 ? Split{-1, 0, 0} : Split{batch_idx, cta - (end - mine), mine};
-  }
-
-  __device__ __forceinline__ void store_warp(const typename WarpMainloop<Traits>::Out& o,
-                                             const RowStats (&row)[kRowTiles]) const {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      if (t == 0) storage_.stats[warp][g + 8 * r] = row[r];
-#pragma unroll
-      for (int j = 0; j < Traits::kVecs / 8; ++j) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const auto &a = o[r][j][2 * half], &b = o[r][j][2 * half + 1];
-            const int to = 8 * r + 2 * t + odd, vector = 2 * (g + 8 * j) + half;
-            storage_.out[warp][to][Storage::place(to, vector)] =
-                make_float4(a[odd], a[2 + odd], b[odd], b[2 + odd]);
-          }
-        }
-      }
-    }
-  }
-
-  // Calls store(i, row, vector, sum, stats) with the sum of the warps' results, for each vector i
-  // of O.
-  template <class Store>
-  __device__ __forceinline__ void add_warps(const PackedTile& tile, Store&& store) const {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < tile.num_rows() * args_.out_vectors; i += 32 * Traits::kWarps) {
-      int row, vector;
-      args_.out_vectors(row, vector, i);
-      float4 value[Traits::kWarps];
-      float2 stats[Traits::kWarps];
-#pragma unroll
-      for (int w = 0; w < Traits::kWarps; ++w) {
-        value[w] = storage_.out[w][row][Storage::place(row, vector)];
-        stats[w] = make_float2(storage_.stats[w][row].max, storage_.stats[w][row].sum);
-      }
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-      RowStats all{-INFINITY, 0.f};
-      add_results(value, stats, sum, all);
-      store(i, row, vector, sum, all);
-    }
   }
 
   const Arguments& args_;

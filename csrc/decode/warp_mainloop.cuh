@@ -12,17 +12,17 @@
 //     The lane loads vectors g + 8 j of keys 2 t, 2 t + 1, and the GEMM of a pair of dims (2 p,
 //     2 p + 1 of each vector) takes the halves of two keys' words.
 // O: element [tile][j][p] has dims 8 (g + 8 j) + 2 p and + 1 of rows 8 tile + 2 t and + 1.
+// byte_mainloop.cuh has the loop for a cache of 8 bits.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "attention/softmax.cuh"
 #include "attention/variant.cuh"
 #include "decode/load.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/softmax.cuh"
-#include "decode/warp_bytes.cuh"
+#include "decode/warp_place.cuh"
 #include "decode/warp_traits.cuh"
 #include "ptx/convert_16bit.cuh"
 #include "ptx/mma_sync.cuh"
@@ -32,16 +32,18 @@ namespace flashattn3::decode {
 
 template <class Traits>
 class WarpMainloop {
-  static constexpr ElementType kElement = Traits::kOperand;
+  static constexpr ElementType kElement = Traits::kElement;
   static constexpr Pages kPages = Traits::kPages;
   static constexpr int kBlockN = Traits::kBlockN, kRowTiles = Traits::kRowTiles;
   static constexpr int kKeyTiles = kBlockN / 8;  // of 8 keys
   static constexpr int kKeyVecs = Traits::kVecs / 4, kValueVecs = Traits::kVecs / 8;
   using Scores = float[kKeyTiles][4];
-  using Vector = std::conditional_t<Traits::kHasBytes, uint2, uint4>;  // of eight elements
 
  public:
   using Out = float[kRowTiles][kValueVecs][4][4];
+
+  // The vector of V that a lane has as number j.
+  static constexpr __device__ __forceinline__ int value_vec(int g, int j) { return g + 8 * j; }
 
   __device__ __forceinline__ explicit WarpMainloop(const Arguments& args)
       : args_(args), g_(threadIdx.x % 32 / 4), t_(threadIdx.x % 4) {}
@@ -69,16 +71,12 @@ class WarpMainloop {
     }
   }
 
-  // With bytes Q becomes fp16 numbers and a factor of each row.
-  __device__ __forceinline__ void widen_q() {
-    if constexpr (Traits::kHasBytes) bytes_.widen_q(q_);
-  }
-
-  // Computes O and the row statistics of KV blocks n_block, n_block + step, ... as far as a query
-  // sees keys. The first one is loaded. O is relative to the maximum of its row.
+  // Computes O and the row statistics of KV blocks n_block, n_block + step, ... that begin before
+  // key num_keys. The first one is loaded. O is relative to the maximum of its row.
   __device__ __forceinline__ void attend(Out& o, RowStats (&row)[kRowTiles], const PackedTile& tile,
                                          const CachedSequence& sequence, int kv_head,
-                                         const ScoreScale& scale, int n_block, int step) {
+                                         const ScoreScale& scale, int n_block, int step,
+                                         int num_keys) {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       row[r] = {-INFINITY, 0.f};
@@ -94,7 +92,6 @@ class WarpMainloop {
     // Keys that all rows see.
     const int begin = visible_keys(args_, sequence, tile.first_query + tile.num_queries - 1).begin;
     const int end = visible_keys(args_, sequence, tile.first_query).end;
-    const int num_keys = sequence.num_keys;
     // The page table is read a step ahead.
     BlockPlace next{};
     if ((n_block + step) * kBlockN < num_keys) next = find_place(sequence, n_block + step);
@@ -102,8 +99,7 @@ class WarpMainloop {
     for (; n_block * kBlockN < num_keys; n_block += step) {
       const int first = n_block * kBlockN;
       Scores s;
-      with_type([&]<bool kIsInt8>() { gemm_qk<kIsInt8>(s); });
-      if constexpr (Traits::kHasBytes) bytes_.scale_scores(args_, s);
+      gemm_qk(s);
       const BlockPlace place = next;
       const bool more = (n_block + step) * kBlockN < num_keys;
       if (more) {
@@ -117,33 +113,18 @@ class WarpMainloop {
       float factor[kRowTiles];
       update(s, row, factor);
       if (!whole) zero_fill_v(sequence, first);
-      if constexpr (Traits::kHasBytes) bytes_.scale_probabilities(args_, s, factor);
       rescale(o, factor);
-      with_type([&]<bool kIsInt8>() { gemm_pv<kIsInt8>(o, s); });
+      gemm_pv(o, s);
       if (more) load_v(place, kv_head);
     }
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) row[r].sum = quad_sum(row[r].sum);
-    if constexpr (Traits::kHasBytes) bytes_.end(args_, o);
   }
 
   // n_block: one of which the cache has a key.
   __device__ __forceinline__ BlockPlace find_place(const CachedSequence& sequence,
                                                    int n_block) const {
-    int key = n_block * kBlockN;
-    const int last = args_.capacity - 1 - key;
-    if constexpr (kPages == Pages::kUneven) {
-      key += min(static_cast<int>(threadIdx.x % kBlockN), last);
-    }
-    BlockPlace place{sequence.cache_idx, key, last};
-    if constexpr (kPages != Pages::kNone) {
-      if (place.page >= 0) {
-        int index;
-        args_.page_size(index, place.slot, key);
-        place.page = args_.page_table[place.page * args_.page_table_stride + index];
-      }
-    }
-    return place;
+    return place_of<Traits>(args_, sequence, n_block);
   }
 
  private:
@@ -154,69 +135,44 @@ class WarpMainloop {
   // Addresses of the keys of a KV block in K or V. lost: what stands for the keys of a page that
   // does not exist.
   struct Addresses {
-    using Element = std::conditional_t<Traits::kHasBytes, uint8_t, uint16_t>;
-    const Element* first;
+    const uint16_t* first;
     int64_t slot;  // 0: the page does not exist
     int last;
 
     __device__ __forceinline__ Addresses(const Arguments& args, const CacheTensor& cache,
                                          const BlockPlace& place, int kv_head, const uint4* lost)
-        : first(reinterpret_cast<const Element*>(cache.data) + place.page * cache.page +
-                kv_head * cache.head + place.slot * cache.slot),
+        : first(cache.data + place.page * cache.page + kv_head * cache.head +
+                place.slot * cache.slot),
           slot(cache.slot),
           last(place.last) {
       constexpr bool kAlwaysThere = Traits::kPlain && kPages == Pages::kNone;
       if (!kAlwaysThere && (place.page < 0 || place.page >= args.num_pages)) {
-        first = reinterpret_cast<const Element*>(lost);
+        first = reinterpret_cast<const uint16_t*>(lost);
         slot = 0;
       }
     }
     // Returns the address of key i; that of the last key for one past the end of the cache.
-    __device__ __forceinline__ const Element* at(int i) const {
+    __device__ __forceinline__ const uint16_t* at(int i) const {
       if constexpr (kPages == Pages::kUneven) {
-        return reinterpret_cast<const Element*>(
+        return reinterpret_cast<const uint16_t*>(
             __shfl_sync(~0u, reinterpret_cast<uint64_t>(first), i));
       }
       return first + min(i, last) * slot;
     }
   };
 
-  using Element = typename Addresses::Element;
-  __device__ __forceinline__ Vector load(const Element* key, int vec, int head_dim) const {
-    if (!has_column(vec, head_dim)) return {};
-    if constexpr (Traits::kHasBytes) {
-      return policy_.load_half(key + vec * 8);
-    } else {
-      return policy_.load(key + vec * 8);
-    }
-  }
-
-  template <bool kIsInt8>
-  static __device__ __forceinline__ uint4 operand(const Vector& vector) {
-    if constexpr (Traits::kHasBytes) {
-      return widen_vector<kIsInt8>(vector);
-    } else {
-      return vector;
-    }
-  }
-  // Calls gemm with the type of bytes that the cache has.
-  template <class Gemm>
-  __device__ __forceinline__ void with_type(Gemm&& gemm) const {
-    if constexpr (Traits::kHasBytes) {
-      if (args_.is_int8) return gemm.template operator()<true>();
-    }
-    gemm.template operator()<false>();
+  __device__ __forceinline__ uint4 load(const uint16_t* key, int vec, int head_dim) const {
+    return has_column(vec, head_dim) ? policy_.load(key + vec * 8) : uint4{};
   }
 
   __device__ __forceinline__ void load_k(const BlockPlace& place, int kv_head) {
     const Addresses keys(args_, args_.k, place, kv_head, kNaNs);
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
-      const Element* key = keys.at(g_ + 8 * n);
+      const uint16_t* key = keys.at(g_ + 8 * n);
 #pragma unroll
       for (int i = 0; i < kKeyVecs; ++i) k_[n][i] = load(key, t_ + 4 * i, args_.head_dim);
     }
-    if constexpr (Traits::kHasBytes) bytes_.load_k_descales(args_, place, kv_head);
   }
 
   // The lane's i-th key of V.
@@ -226,11 +182,10 @@ class WarpMainloop {
     const Addresses keys(args_, args_.v, place, kv_head, kZeros);
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
-      const Element* key = keys.at(v_key(i));
+      const uint16_t* key = keys.at(v_key(i));
 #pragma unroll
       for (int j = 0; j < kValueVecs; ++j) v_[i][j] = load(key, g_ + 8 * j, args_.head_dim_v);
     }
-    if constexpr (Traits::kHasBytes) bytes_.load_v_descales(args_, place, kv_head);
   }
 
   // Replaces V of keys that no query sees by zeros: unused memory may hold NaN.
@@ -241,12 +196,10 @@ class WarpMainloop {
       if (key >= sequence.first_key && key < sequence.num_keys) continue;
 #pragma unroll
       for (int j = 0; j < kValueVecs; ++j) v_[i][j] = {};
-      if constexpr (Traits::kHasBytes) bytes_.hide_v(i);
     }
   }
 
   // s: [n][i] is key 8 n + 2 t + i % 2 of row g + 8 (i / 2).
-  template <bool kIsInt8>
   __device__ __forceinline__ void gemm_qk(Scores& s) const {
     // Two sums, because an MMA waits for the one whose sum it adds to.
     float part[kKeyTiles][2][4] = {};
@@ -256,7 +209,7 @@ class WarpMainloop {
       const uint4 b = kRowTiles == 2 ? q_[kRowTiles - 1][i] : make_uint4(0, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
-        const uint4 k = operand<kIsInt8>(k_[n][i]);
+        const uint4 k = k_[n][i];
         mma_fragment<kElement>(part[n][0], {a.x, b.x, a.y, b.y}, {k.x, k.y});
         mma_fragment<kElement>(part[n][1], {a.z, b.z, a.w, b.w}, {k.z, k.w});
       }
@@ -327,7 +280,6 @@ class WarpMainloop {
     }
   }
 
-  template <bool kIsInt8>
   __device__ __forceinline__ void gemm_pv(Out& o, const Scores& s) const {
     uint32_t probabilities[kRowTiles][kKeyTiles];
 #pragma unroll
@@ -344,7 +296,7 @@ class WarpMainloop {
       for (int j = 0; j < kValueVecs; ++j) {
         uint4 v[2 * kStep];  // of the keys of this step
 #pragma unroll
-        for (int i = 0; i < 2 * kStep; ++i) v[i] = operand<kIsInt8>(v_[2 * n + i][j]);
+        for (int i = 0; i < 2 * kStep; ++i) v[i] = v_[2 * n + i][j];
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           // Dims 2 p, then 2 p + 1, of two keys.
@@ -373,9 +325,8 @@ class WarpMainloop {
   const StreamPolicy policy_{};
   const int g_, t_;
   uint4 q_[kRowTiles][kKeyVecs];
-  Vector k_[kKeyTiles][kKeyVecs];
-  Vector v_[2 * kKeyTiles][kValueVecs];
-  std::conditional_t<Traits::kHasBytes, WarpBytes<Traits>, NoBytes> bytes_;
+  uint4 k_[kKeyTiles][kKeyVecs];
+  uint4 v_[2 * kKeyTiles][kValueVecs];
 };
 
 }  // namespace flashattn3::decode

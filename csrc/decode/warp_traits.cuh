@@ -1,6 +1,7 @@
 // Compile-time properties of a warp kernel (warp_kernel.cuh).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "decode/config.h"
@@ -9,9 +10,10 @@ namespace flashattn3::decode {
 
 // Where the tokens of a cache are.
 enum class Pages {
-  kNone,   // a dense cache
-  kEven,   // pages whose size is a multiple of a KV block
-  kUneven  // pages of any size
+  kNone,    // a dense cache
+  kEven,    // pages whose size is a multiple of a KV block
+  kUneven,  // pages of any size
+  kAny      // the arguments say it
 };
 
 // kTheRowTiles: of 8 packed rows. kIsPlain: of the kernel for plain calls alone (arguments.h).
@@ -21,7 +23,6 @@ struct WarpTraits {
   static constexpr Pages kPages = kThePages;
   static constexpr ElementType kElement = kConfig.dtype;
   static constexpr bool kHasBytes = has_bytes(kConfig);
-  static constexpr ElementType kOperand = kHasBytes ? ElementType::kFloat16 : kElement;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kRowTiles = kTheRowTiles;
   static constexpr int kRows = 8 * kRowTiles;
@@ -36,6 +37,35 @@ struct WarpTraits {
   static_assert(kBlockN % 8 == 0);
   static_assert(32 * kWarps * kRegisters + (kThreads - 32 * kWarps) * kControlRegisters <=
                 kThreads * (65536 / kThreads / 8 * 8));
+};
+
+// The warp kernel of equal shares (warp_share_kernel.cuh), for a cache of 8 bits.
+constexpr bool has_warp_shares(const Config& config) {
+  return has_bytes(config) && !has_one_kernel(config);
+}
+// The config whose shares of the work, queue of parts and memory of parts it has: the loading warps
+// are the consumers. Registers bound their number.
+constexpr Config of_warp_shares(Config config) {
+  config.num_consumers = config.head_dim <= 128 ? 3 : 2;
+  return config;
+}
+
+// Keys of a KV block: a lane finds the place of one.
+constexpr int share_block_n(const Config& config) { return std::min(32, warp_block_n(config)); }
+
+template <Config kTheConfig>
+struct WarpShareTraits : WarpTraits<kTheConfig, 1, Pages::kAny, false> {
+  static constexpr Config kConfig = kTheConfig;
+  static constexpr int kConsumers = kConfig.num_consumers;
+  static constexpr int kWarps = 4 * kConsumers;
+  static constexpr int kThreads = num_threads(kConfig);
+  // setmaxnreg: their sum is 512, the registers of a lane of each warp of an SM.
+  static constexpr int kRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kControlRegisters = 512 - kConsumers * kRegisters;
+  static constexpr int kOutRegisters = 0;  // O is stored by rows
+  static constexpr int kBlockN = share_block_n(kConfig);
+  static constexpr int kBlocksOfUnit = kConfig.block_n / kBlockN;
+  static_assert(kConfig.block_n % kBlockN == 0);
 };
 
 }  // namespace flashattn3::decode

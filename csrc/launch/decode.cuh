@@ -6,6 +6,7 @@
 #include "decode/join_prefix.cuh"
 #include "decode/kernel.cuh"
 #include "decode/warp_kernel.cuh"
+#include "decode/warp_share_kernel.cuh"
 #include "launch/byte_arguments.h"
 #include "launch/decode_arguments.h"
 #include "launch/decode_params.h"
@@ -33,11 +34,14 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
             .workspace_bytes = records > 0 ? decode::PartMemory::bytes(records) : 0,
             .on_warps = true};
   }
-  const DecodeGrid grid = DecodeGrid::of(params, kConfig);
+  const bool of_shares = uses_warp_shares(params, kConfig);
+  const DecodeGrid grid =
+      DecodeGrid::of(params, of_shares ? decode::of_warp_shares(kConfig) : kConfig);
   const int64_t of_parts =
       grid.whole_tiles && !kConfig.spans ? 0 : grid.workspace_bytes(params.head_dim_v);
   return {.num_ctas = grid.num_ctas,
-          .workspace_bytes = of_parts + (kConfig.prefix ? result_bytes(params) : 0)};
+          .workspace_bytes = of_parts + (kConfig.prefix ? result_bytes(params) : 0),
+          .on_warps = of_shares};
 }
 
 // Enqueues the kernel of a config for all calls, or that for plain ones.
@@ -78,6 +82,20 @@ void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream
   });
 }
 
+// Enqueues the warp kernel of equal shares.
+template <decode::Config kConfig>
+void launch_warp_shares(const char* name, const DecodeParams& params, cudaStream_t stream) {
+  constexpr decode::Config kOfShares = decode::of_warp_shares(kConfig);
+  using Traits = decode::WarpShareTraits<kOfShares>;
+  constexpr auto kKernel = &decode::warp_share_kernel<Traits>;
+  constexpr int kSharedBytes = sizeof(decode::WarpShareStorage<kOfShares>);
+  const DecodeGrid grid = DecodeGrid::of(params, kOfShares);
+  allow_shared_memory<kKernel>(kSharedBytes);
+  launch_kernel(name, "", kKernel,
+                {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
+                params.pdl, arguments_of<kConfig>(params, grid, Traits::kBlockN));
+}
+
 // Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a
 // problem that the kernel does not take and for a failed launch. Nothing is launched without rows.
 template <decode::Config kConfig>
@@ -93,7 +111,11 @@ void launch_decode(const char* name, const DecodeParams& params, cudaStream_t st
   } else if (uses_warp_kernel(params, kConfig)) {
     launch_warp_kernel<kConfig>(name, params, stream);
   } else if constexpr (decode::has_bytes(kConfig)) {
-    launch_decode_kernel<kConfig>(name, params, stream);
+    if (uses_warp_shares(params, kConfig)) {
+      launch_warp_shares<kConfig>(name, params, stream);
+    } else {
+      launch_decode_kernel<kConfig>(name, params, stream);
+    }
   } else if (is_plain(params, kConfig)) {
     launch_decode_kernel<kConfig, true>(name, params, stream);
   } else {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 #include "decode/arguments.h"
@@ -15,11 +16,30 @@
 namespace flashattn3 {
 
 // Bytes of K and V up to which warp kernels are faster (H100: 1 x 16k keys 27 instead of 30 us, but
-// 1 x 512k 699 instead of 690).
-constexpr int64_t kWarpKernelBytes = int64_t{256} << 20;
+// 1 x 512k 699 instead of 690); of 8 bits that of equal shares is faster from there on (H200).
+constexpr int64_t most_warp_kernel_bytes(const decode::Config& config) {
+  return int64_t{decode::has_warp_shares(config) ? 128 : 256} << 20;
+}
 
 inline int most_warp_ctas(const DecodeParams& params) {
   return std::min(params.num_sms, decode::PartMemory::kMostCtas);
+}
+
+inline int64_t warp_rows(const DecodeParams& params) {
+  return int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
+}
+
+// Returns whether the distance of neighbouring tokens fits where the warps of a cache of 8 bits
+// have it.
+inline bool has_near_tokens(const DecodeParams& params) {
+  return std::max(params.k.stride.seq, params.v.stride.seq) <= INT_MAX;
+}
+
+// Returns whether a call that takes no other warp kernel runs on that of equal shares. With
+// whole_tiles none does: a row's bits must not depend on how many queries others have.
+inline bool uses_warp_shares(const DecodeParams& params, const decode::Config& config) {
+  return decode::has_warp_shares(config) && !params.whole_tiles && has_near_tokens(params) &&
+         warp_rows(params) <= decode::warp_kernel_rows(config);
 }
 
 // Returns whether a call runs on a warp kernel: one sequence, or several in dense caches. Half of
@@ -27,10 +47,10 @@ inline int most_warp_ctas(const DecodeParams& params) {
 // nearly all of the bandwidth. With whole_tiles none does: a row's bits must not depend on the
 // batch or the capacity.
 inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& config) {
-  const int64_t rows = int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
   if (params.whole_tiles || params.cu_seqlens_q != nullptr) return false;
-  if (rows > decode::warp_kernel_rows(config)) return false;
+  if (warp_rows(params) > decode::warp_kernel_rows(config)) return false;
   if (decode::warp_block_n(config) > 32) return false;  // a lane finds the place of one key
+  if (decode::has_bytes(config) && !has_near_tokens(params)) return false;
   const bool one = params.batch == 1;
   if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;
   const int64_t tiles = int64_t{params.batch} * params.num_heads_kv;
@@ -38,7 +58,7 @@ inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& c
   if (tiles > (one ? num_ctas : num_ctas / 2)) return false;
   const int bytes = decode::has_bytes(config) ? 1 : 2;
   const int64_t of_token = int64_t{params.head_dim + params.head_dim_v} * bytes;
-  return tiles * params.capacity * of_token <= kWarpKernelBytes;
+  return tiles * params.capacity * of_token <= most_warp_kernel_bytes(config);
 }
 
 // The most KV blocks of a sequence in which a query sees a key.

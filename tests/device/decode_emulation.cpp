@@ -12,6 +12,7 @@
 #include "decode/join_prefix.cuh"
 #include "decode/kernel.cuh"
 #include "decode/warp_kernel.cuh"
+#include "decode/warp_share_kernel.cuh"
 #include "decode_cases.h"
 #include "decode_configs.h"
 #include "decode_problem.h"
@@ -40,6 +41,9 @@ struct Launch {
     Launch launch{.kernel = &kernel_of<kConfig, false>};
     if constexpr (!decode::has_one_kernel(kConfig)) {
       if (uses_warp_kernel(params, kConfig)) return of_warp_kernel<kConfig>(params);
+      if constexpr (decode::has_warp_shares(kConfig)) {
+        if (uses_warp_shares(params, kConfig)) return of_warp_shares<kConfig>(params);
+      }
       if constexpr (!decode::has_bytes(kConfig)) {
         if (is_plain(params, kConfig)) launch.kernel = &kernel_of<kConfig, true>;
       }
@@ -76,6 +80,25 @@ struct Launch {
       launch.shared_bytes = sizeof(decode::WarpStorage<Traits>);
     });
     return launch;
+  }
+
+  template <decode::Config kConfig>
+  static Launch of_warp_shares(const DecodeParams& params) {
+    constexpr decode::Config kOfShares = decode::of_warp_shares(kConfig);
+    const DecodeGrid grid = DecodeGrid::of(params, kOfShares);
+    return {.kernel = &warp_shares_of<kConfig>,
+            .num_ctas = grid.num_ctas,
+            .num_threads = decode::WarpShareTraits<kOfShares>::kThreads,
+            .shared_bytes = sizeof(decode::WarpShareStorage<kOfShares>),
+            .workspace_bytes = grid.workspace_bytes(params.head_dim_v)};
+  }
+
+  template <decode::Config kConfig>
+  static std::function<void()> warp_shares_of(const DecodeParams& params) {
+    using Traits = decode::WarpShareTraits<decode::of_warp_shares(kConfig)>;
+    const auto args = arguments_of<kConfig>(params, DecodeGrid::of(params, Traits::kConfig),
+                                            decode::share_block_n(kConfig));
+    return [args] { decode::warp_share_kernel<Traits>(args); };
   }
 
   template <decode::Config kConfig, class Traits>

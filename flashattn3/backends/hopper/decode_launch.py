@@ -223,11 +223,12 @@ class DecodeLaunch:
     def _describe_warps(self) -> dict[str, object]:
         """Describe the warp kernel of the config, in place of its decode kernel."""
         rows, keys = self.kernel_config.warp_kernel_rows, self.kernel_config.warp_block_n
+        of_many = ", or, of many work tiles, in equal shares"
         return {
             "tile": f"up to {rows} packed rows x {keys} keys of a warp",
             "num_stages": 1,
-            "warpgroups": "8 warps, each loads and multiplies",
-            "parts": "by the keys of each sequence",
+            "warpgroups": "warps, each of which loads and multiplies",
+            "parts": "by the keys of each sequence" + of_many * reads_bytes(self.problem),
         }
 
 

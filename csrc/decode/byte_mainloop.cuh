@@ -1,0 +1,444 @@
+// The main loop of a warp that reads a cache of 8 bits: from S^T = K Q^T to O for KV blocks of 16
+// or 32 keys, and 8 packed rows.
+//
+// As in warp_mainloop.cuh, K and V go from global memory into the registers of mma.sync, where they
+// are widened to fp16, which holds all numbers of 8 bits; Q is fp16 numbers and a factor of each
+// row. Descales of keys multiply columns of S and of P.
+//
+// Fragments (PTX ISA, mma.m16n8k16), with g = lane / 4 and t = lane % 4:
+//   S^T = K Q^T: 16 keys by 8 rows. Of key g and key g + 8 the lane has 16 neighbouring dims at a
+//     time, and the same dims of row g of Q: a sum over dims may have any order. S holds keys g and
+//     g + 8 of rows 2 t and 2 t + 1.
+//   O^T = V^T P^T: 16 head dims by 8 rows. P^T wants keys 2 t, 2 t + 1 of row g: 8 x 8 numbers of P
+//     are transposed. The lane has vectors of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and the GEMM
+//     of a pair of dims (2 p, 2 p + 1 of each vector) takes the bytes of two keys.
+// O: element [j][p] has dims 2 p and 2 p + 1 of vector value_vec(g, j), of rows 2 t and 2 t + 1. A
+// vector has eight elements.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/tanh.cuh"
+#include "attention/variant.cuh"
+#include "decode/descale_unit.cuh"
+#include "decode/load.cuh"
+#include "decode/load_bytes.cuh"
+#include "decode/packed_tile.cuh"
+#include "decode/softmax.cuh"
+#include "decode/warp_place.cuh"
+#include "decode/warp_traits.cuh"
+#include "decode/widen_queries.cuh"
+#include "ptx/convert_16bit.cuh"
+#include "ptx/mma_sync.cuh"
+#include "ptx/stream_load.cuh"
+#include "ptx/transpose.cuh"
+
+namespace flashattn3::decode {
+
+template <class Traits>
+class ByteMainloop {
+  static constexpr ElementType kHalf = ElementType::kFloat16;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kKeyTiles = kBlockN / 16;  // of 16 keys
+  static constexpr int kKeys = 2 * kKeyTiles;     // of S, of a lane
+  static constexpr int kKeyVecs = Traits::kVecs / 4, kValueVecs = Traits::kVecs / 8;
+  static_assert(kBlockN % 16 == 0 && Traits::kRowTiles == 1 && kKeyVecs % 2 == 0);
+  using Scores = float[kKeyTiles][4];
+
+ public:
+  // Vectors of V that a lane loads at a time: 16 bytes, or the 8 that it has of a short row.
+  static constexpr int kValueWidth = kValueVecs > 1 ? 2 : 1;
+  using Out = float[1][kValueVecs][4][4];
+
+  // The vector of V that a lane has as number j.
+  static constexpr __device__ __forceinline__ int value_vec(int g, int j) {
+    return kValueWidth * (g + 8 * (j / kValueWidth)) + j % kValueWidth;
+  }
+
+  // Columns past the head dims are those of the last vector that exists: Q is 0 there, and O is not
+  // stored.
+  __device__ __forceinline__ explicit ByteMainloop(const Arguments& args)
+      : args_(args), g_(threadIdx.x % 32 / 4), t_(threadIdx.x % 4) {
+    unit_.reset();
+#pragma unroll
+    for (int i = 0; i < kKeyVecs / 2; ++i) {
+      key_at_[i] = std::min(8 * key_vec(2 * i), args.head_dim - 16);
+    }
+#pragma unroll
+    for (int j = 0; j < kValueVecs / kValueWidth; ++j) {
+      value_at_[j] =
+          std::min(8 * value_vec(g_, kValueWidth * j), args.head_dim_v - 8 * kValueWidth);
+    }
+  }
+
+  // Loads a KV block of the cache.
+  __device__ __forceinline__ void load(const BlockPlace& place, int kv_head) {
+    load_k(place, kv_head);
+    load_v(place, kv_head);
+  }
+
+  // q: of the sequence.
+  __device__ __forceinline__ void load_q(const PackedTile& tile, const uint16_t* q) {
+    const uint16_t* from = q + tile.query_of(g_) * args_.q_seq + tile.head_of(g_) * args_.q_head;
+#pragma unroll
+    for (int i = 0; i < kKeyVecs; ++i) {
+      const int vec = key_vec(i);
+      q_[i] = make_uint4(0, 0, 0, 0);
+      if (tile.has(g_) && vec * 8 < args_.head_dim) {
+        q_[i] = *reinterpret_cast<const uint4*>(from + vec * 8);
+      }
+    }
+  }
+
+  // Makes fp16 numbers and a factor of each row of Q.
+  __device__ __forceinline__ void widen_q() {
+    float factor = 1.f;
+    if constexpr (Traits::kElement == ElementType::kBFloat16) factor = take_power_out<4>(q_);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_factor_[r] = __shfl_sync(~0u, factor, 4 * (2 * t_ + r));
+    unit_.reset();
+  }
+
+  // Computes O and the row statistics of KV blocks n_block, n_block + step, ... that begin before
+  // key num_keys, at most the sequence's. The first one is loaded. O is relative to the maximum of
+  // its row. row: of row g.
+  __device__ __forceinline__ void attend(Out& o, RowStats (&row)[1], const PackedTile& tile,
+                                         const CachedSequence& sequence, int kv_head,
+                                         const ScoreScale& scale, int n_block, int step,
+                                         int num_keys) {
+    RowStats rows[2] = {{-INFINITY, 0.f}, {-INFINITY, 0.f}};
+#pragma unroll
+    for (int i = 0; i < kValueVecs * 16; ++i) (&o[0][0][0][0])[i] = 0.f;
+    const int last_query = tile.first_query + tile.num_queries - 1;
+    // Keys that all rows see.
+    const int begin = visible_keys(args_, sequence, last_query).begin;
+    const int end = visible_keys(args_, sequence, tile.first_query).end;
+    const float of_scores = args_.score_scale.caps() ? 1.f : scale.factor;
+    const float factor_of_s[2] = {row_factor_[0] * of_scores, row_factor_[1] * of_scores};
+    // The page table is read a step ahead.
+    BlockPlace next{};
+    if ((n_block + step) * kBlockN < num_keys) next = find_place(sequence, n_block + step);
+#pragma unroll 1
+    for (; n_block * kBlockN < num_keys; n_block += step) {
+      const int first = n_block * kBlockN;
+      Scores s;
+      if (args_.is_int8) {
+        gemm_qk<true>(s);
+      } else {
+        gemm_qk<false>(s);
+      }
+      if (args_.has_key_descales) scale_scores(s);
+      const BlockPlace place = next;
+      const bool more = (n_block + step) * kBlockN < num_keys;
+      if (more) {
+        load_k(place, kv_head);
+        if ((n_block + 2 * step) * kBlockN < num_keys) {
+          next = find_place(sequence, n_block + 2 * step);
+        }
+      }
+      const bool whole = first >= begin && first + kBlockN <= end;
+      convert_scores(s, factor_of_s, scale);
+      if (!whole) hide_scores(s, tile, sequence, first);
+      float factor[2];
+      update(s, rows, factor);
+      if (!whole) hide_values(sequence, first);
+      if (args_.has_key_descales) scale_probabilities(s, factor);
+      rescale(o, factor);
+      if (args_.is_int8) {
+        gemm_pv<true>(o, s);
+      } else {
+        gemm_pv<false>(o, s);
+      }
+      if (more) load_v(place, kv_head);
+    }
+    if (args_.has_key_descales) {
+#pragma unroll
+      for (int i = 0; i < kValueVecs * 16; ++i) (&o[0][0][0][0])[i] *= unit_.value();
+    }
+    row[0] = stats_of_row(rows);
+  }
+
+  // n_block: one of which the cache has a key.
+  __device__ __forceinline__ BlockPlace find_place(const CachedSequence& sequence,
+                                                   int n_block) const {
+    return place_of<Traits>(args_, sequence, n_block);
+  }
+
+ private:
+  // The vector of Q and K that the lane has as number i; two neighbours are loaded at a time.
+  __device__ __forceinline__ int key_vec(int i) const { return 2 * (t_ + 4 * (i / 2)) + i % 2; }
+  // The lane's i-th key of S, and of V.
+  __device__ __forceinline__ int score_key(int i) const { return g_ + 8 * i; }
+  __device__ __forceinline__ int value_key(int i) const { return 2 * t_ + i % 2 + i / 2 * 8; }
+
+  // Sets at[i] to the address of the lane's key key_of(i); that of the last key for one past the
+  // end of the cache. lost: what stands for the keys of a page that does not exist.
+  template <int kCount, class KeyOf>
+  __device__ __forceinline__ void find_keys(const uint8_t* (&at)[kCount], const CacheTensor& cache,
+                                            const BlockPlace& place, int kv_head, const uint4* lost,
+                                            KeyOf&& key_of) const {
+    const auto* first = reinterpret_cast<const uint8_t*>(cache.data) + place.page * cache.page +
+                        kv_head * cache.head + place.slot * cache.slot;
+    uint32_t slot = static_cast<uint32_t>(cache.slot);  // it fits: has_near_tokens in launch/
+    if (place.page < 0 || place.page >= args_.num_pages) {
+      first = reinterpret_cast<const uint8_t*>(lost);
+      slot = 0;
+    }
+    if (is_uneven<Traits>(args_)) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        at[i] = reinterpret_cast<const uint8_t*>(
+            __shfl_sync(~0u, reinterpret_cast<uint64_t>(first), key_of(i)));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        at[i] = first + uint64_t{static_cast<uint32_t>(min(key_of(i), place.last))} * slot;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_k(const BlockPlace& place, int kv_head) {
+    const uint8_t* at[kKeys];
+    find_keys(at, args_.k, place, kv_head, kNaNs, [&](int i) { return score_key(i); });
+#pragma unroll
+    for (int n = 0; n < kKeys; ++n) {
+#pragma unroll
+      for (int i = 0; i < kKeyVecs / 2; ++i) k_[n][i] = policy_.load(at[n] + key_at_[i]);
+    }
+    if (args_.has_key_descales) load_descales(args_.k_key_descales, place, kv_head, k_descale_);
+  }
+
+  __device__ __forceinline__ void load_v(const BlockPlace& place, int kv_head) {
+    const uint8_t* at[2 * kKeys];
+    find_keys(at, args_.v, place, kv_head, kZeros, [&](int i) { return value_key(i); });
+#pragma unroll
+    for (int n = 0; n < 2 * kKeys; ++n) {
+#pragma unroll
+      for (int j = 0; j < kValueVecs; j += kValueWidth) {
+        const uint8_t* from = at[n] + value_at_[j / kValueWidth];
+        if constexpr (kValueWidth == 1) {
+          v_[n][j] = policy_.load_half(from);
+        } else {
+          const uint4 both = policy_.load(from);
+          v_[n][j] = make_uint2(both.x, both.y), v_[n][j + 1] = make_uint2(both.z, both.w);
+        }
+      }
+    }
+    if (args_.has_key_descales) load_descales(args_.v_key_descales, place, kv_head, v_descale_);
+  }
+
+  __device__ __forceinline__ void load_descales(const KeyDescales& descales,
+                                                const BlockPlace& place, int kv_head,
+                                                float (&into)[kKeys]) const {
+    const float* first = &kOne;
+    int64_t slot = 0;
+    if (place.page < 0 || place.page >= args_.num_pages) {
+      first = reinterpret_cast<const float*>(&kNaNDescale);
+    } else if (descales.data != nullptr) {
+      first = descales.data + place.page * descales.page + kv_head * descales.head +
+              place.slot * descales.slot;
+      slot = descales.slot;
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      if (is_uneven<Traits>(args_)) {
+        into[i] = *reinterpret_cast<const float*>(
+            __shfl_sync(~0u, reinterpret_cast<uint64_t>(first), score_key(i)));
+      } else {
+        into[i] = first[min(score_key(i), place.last) * slot];
+      }
+    }
+  }
+
+  // Replaces V of keys that no query sees by zeros: unused memory may hold NaN.
+  __device__ __forceinline__ void hide_values(const CachedSequence& sequence, int first) {
+    const auto hidden = [&](int key) {
+      return first + key < sequence.first_key || first + key >= sequence.num_keys;
+    };
+#pragma unroll
+    for (int i = 0; i < 2 * kKeys; ++i) {
+      if (!hidden(value_key(i))) continue;
+#pragma unroll
+      for (int j = 0; j < kValueVecs; ++j) v_[i][j] = {};
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      if (hidden(score_key(i))) v_descale_[i] = 0.f;
+    }
+  }
+
+  // s: [m][i] is key 16 m + g + 8 (i / 2) of row 2 t + i % 2, the lane's key number 2 m + i / 2.
+  template <bool kIsInt8>
+  __device__ __forceinline__ void gemm_qk(Scores& s) const {
+    // Two sums, because an MMA waits for the one whose sum it adds to.
+    float part[kKeyTiles][2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kKeyVecs; ++i) {
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        const uint4 low = widen_half<kIsInt8>(k_[2 * m][i / 2], i % 2);
+        const uint4 high = widen_half<kIsInt8>(k_[2 * m + 1][i / 2], i % 2);
+        mma_fragment<kHalf>(part[m][0], {low.x, high.x, low.y, high.y}, {q_[i].x, q_[i].y});
+        mma_fragment<kHalf>(part[m][1], {low.z, high.z, low.w, high.w}, {q_[i].z, q_[i].w});
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][i] = part[m][0][i] + part[m][1][i];
+    }
+  }
+  template <bool kIsInt8>
+  static __device__ __forceinline__ uint4 widen_half(const uint4& bytes, int half) {
+    return widen_vector<kIsInt8>(half == 0 ? make_uint2(bytes.x, bytes.y)
+                                           : make_uint2(bytes.z, bytes.w));
+  }
+
+  __device__ __forceinline__ void scale_scores(Scores& s) const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][i] *= k_descale_[2 * m + i / 2];
+    }
+  }
+
+  // Scales and caps the scores. factor: of rows, that of all scores too if they are not capped.
+  __device__ __forceinline__ void convert_scores(Scores& s, const float (&factor)[2],
+                                                 const ScoreScale& scale) const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][i] *= factor[i % 2];
+      if (args_.score_scale.caps()) {
+        cap_scores(s[m], scale.tanh_scale);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][i] *= scale.factor;
+      }
+    }
+  }
+
+  // Replaces scores of keys that a row does not see. It finds these anew: most KV blocks have none.
+  __device__ __forceinline__ void hide_scores(Scores& s, const PackedTile& tile,
+                                              const CachedSequence& sequence, int first) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = min(tile.query_of(2 * t_ + r), tile.first_query + tile.num_queries - 1);
+      const KeyRange visible = visible_keys(args_, sequence, query);
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        const int key = first + score_key(i);
+        if (key < visible.begin || key >= visible.end) s[i / 2][i % 2 * 2 + r] = -INFINITY;
+      }
+    }
+  }
+
+  // Replaces scores by probabilities. sum: over the lane's keys. factor: of O.
+  __device__ __forceinline__ void update(Scores& s, RowStats (&rows)[2], float (&factor)[2]) const {
+    float highest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) highest[i % 2] = fmaxf(highest[i % 2], s[m][i]);
+    }
+    factor[0] = factor[1] = 1.f;
+    if (__any_sync(~0u, highest[0] > rows[0].max || highest[1] > rows[1].max)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float max = fmaxf(rows[r].max, max_of_keys(highest[r]));
+        factor[r] = rescale_factor(rows[r].max, max);
+        rows[r] = {max, rows[r].sum * factor[r]};
+      }
+    }
+    const float reference[2] = {reference_of(rows[0].max), reference_of(rows[1].max)};
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[m][i] = exp2_approx(s[m][i] - reference[i % 2]);
+        rows[i % 2].sum += s[m][i];
+      }
+    }
+  }
+  // Over the lanes with keys of the same rows.
+  static __device__ __forceinline__ float max_of_keys(float x) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+    }
+    return x;
+  }
+  __device__ __forceinline__ RowStats stats_of_row(const RowStats (&rows)[2]) const {
+    float sum[2] = {rows[0].sum, rows[1].sum};
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] += __shfl_xor_sync(~0u, sum[r], distance);
+    }
+    // A lane with row g among its two rows.
+    const int lane = g_ / 2;
+    const RowStats even{__shfl_sync(~0u, rows[0].max, lane), __shfl_sync(~0u, sum[0], lane)};
+    const RowStats odd{__shfl_sync(~0u, rows[1].max, lane), __shfl_sync(~0u, sum[1], lane)};
+    return g_ % 2 == 0 ? even : odd;
+  }
+
+  // factor: of O.
+  __device__ __forceinline__ void scale_probabilities(Scores& s, float (&factor)[2]) {
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) largest = fmaxf(largest, fabsf(v_descale_[i]));
+    const float change = unit_.raise(max_of_keys(largest));
+    factor[0] *= change, factor[1] *= change;
+    const float inverse = unit_.inverse();
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][i] *= v_descale_[2 * m + i / 2] * inverse;
+    }
+  }
+
+  static __device__ __forceinline__ void rescale(Out& o, const float (&factor)[2]) {
+    if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
+#pragma unroll
+    for (int i = 0; i < kValueVecs * 16; ++i) (&o[0][0][0][0])[i] *= factor[i % 2];
+  }
+
+  template <bool kIsInt8>
+  __device__ __forceinline__ void gemm_pv(Out& o, const Scores& s) const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+      const uint32_t probabilities[2] = {transpose_8x8(pack<kHalf>(s[m][0], s[m][1])),
+                                         transpose_8x8(pack<kHalf>(s[m][2], s[m][3]))};
+#pragma unroll
+      for (int j = 0; j < kValueVecs; ++j) {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          const uint2 low = pairs<kIsInt8>(v_[4 * m][j], v_[4 * m + 1][j], p);
+          const uint2 high = pairs<kIsInt8>(v_[4 * m + 2][j], v_[4 * m + 3][j], p);
+          mma_fragment<kHalf>(o[0][j][p], {low.x, low.y, high.x, high.y}, probabilities);
+        }
+      }
+    }
+  }
+  // Returns dims 2 p, then 2 p + 1, of a vector of two keys.
+  template <bool kIsInt8>
+  static __device__ __forceinline__ uint2 pairs(const uint2& even, const uint2& odd, int p) {
+    const uint32_t a = p < 2 ? even.x : even.y, b = p < 2 ? odd.x : odd.y;
+    return widen<kIsInt8>(__byte_perm(a, b, p % 2 == 0 ? 0x5140 : 0x7362));
+  }
+
+  const Arguments& args_;
+  const StreamPolicy policy_{};
+  const int g_, t_;
+  int key_at_[kKeyVecs / 2], value_at_[kValueVecs / kValueWidth];  // bytes of a key before the
+                                                                   // lane's vectors
+  uint4 q_[kKeyVecs];
+  uint4 k_[kKeys][kKeyVecs / 2];
+  uint2 v_[2 * kKeys][kValueVecs];
+  float row_factor_[2];
+  float k_descale_[kKeys], v_descale_[kKeys];
+  DescaleUnit unit_;
+};
+
+}  // namespace flashattn3::decode
