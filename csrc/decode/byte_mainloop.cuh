@@ -16,13 +16,12 @@
 // vector has eight elements.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "attention/tanh.cuh"
 #include "attention/variant.cuh"
+#include "decode/byte_block.cuh"
 #include "decode/descale_unit.cuh"
-#include "decode/load.cuh"
 #include "decode/load_bytes.cuh"
 #include "decode/packed_tile.cuh"
 #include "decode/softmax.cuh"
@@ -31,7 +30,6 @@
 #include "decode/widen_queries.cuh"
 #include "ptx/convert_16bit.cuh"
 #include "ptx/mma_sync.cuh"
-#include "ptx/stream_load.cuh"
 #include "ptx/transpose.cuh"
 
 namespace flashattn3::decode {
@@ -44,38 +42,26 @@ class ByteMainloop {
   static constexpr int kKeys = 2 * kKeyTiles;     // of S, of a lane
   static constexpr int kKeyVecs = Traits::kVecs / 4, kValueVecs = Traits::kVecs / 8;
   static_assert(kBlockN % 16 == 0 && Traits::kRowTiles == 1 && kKeyVecs % 2 == 0);
+  using Block = ByteBlock<Traits>;
   using Scores = float[kKeyTiles][4];
 
  public:
-  // Vectors of V that a lane loads at a time: 16 bytes, or the 8 that it has of a short row.
-  static constexpr int kValueWidth = kValueVecs > 1 ? 2 : 1;
   using Out = float[1][kValueVecs][4][4];
+
+  __device__ __forceinline__ explicit ByteMainloop(const Arguments& args)
+      : args_(args), block_(args), g_(threadIdx.x % 32 / 4), t_(threadIdx.x % 4) {
+    unit_.reset();
+  }
 
   // The vector of V that a lane has as number j.
   static constexpr __device__ __forceinline__ int value_vec(int g, int j) {
-    return kValueWidth * (g + 8 * (j / kValueWidth)) + j % kValueWidth;
-  }
-
-  // Columns past the head dims are those of the last vector that exists: Q is 0 there, and O is not
-  // stored.
-  __device__ __forceinline__ explicit ByteMainloop(const Arguments& args)
-      : args_(args), g_(threadIdx.x % 32 / 4), t_(threadIdx.x % 4) {
-    unit_.reset();
-#pragma unroll
-    for (int i = 0; i < kKeyVecs / 2; ++i) {
-      key_at_[i] = std::min(8 * key_vec(2 * i), args.head_dim - 16);
-    }
-#pragma unroll
-    for (int j = 0; j < kValueVecs / kValueWidth; ++j) {
-      value_at_[j] =
-          std::min(8 * value_vec(g_, kValueWidth * j), args.head_dim_v - 8 * kValueWidth);
-    }
+    return Block::value_vec(g, j);
   }
 
   // Loads a KV block of the cache.
   __device__ __forceinline__ void load(const BlockPlace& place, int kv_head) {
-    load_k(place, kv_head);
-    load_v(place, kv_head);
+    block_.load_k(place, kv_head);
+    block_.load_v(place, kv_head);
   }
 
   // q: of the sequence.
@@ -83,7 +69,7 @@ class ByteMainloop {
     const uint16_t* from = q + tile.query_of(g_) * args_.q_seq + tile.head_of(g_) * args_.q_head;
 #pragma unroll
     for (int i = 0; i < kKeyVecs; ++i) {
-      const int vec = key_vec(i);
+      const int vec = Block::key_vec(t_, i);
       q_[i] = make_uint4(0, 0, 0, 0);
       if (tile.has(g_) && vec * 8 < args_.head_dim) {
         q_[i] = *reinterpret_cast<const uint4*>(from + vec * 8);
@@ -132,7 +118,7 @@ class ByteMainloop {
       const BlockPlace place = next;
       const bool more = (n_block + step) * kBlockN < num_keys;
       if (more) {
-        load_k(place, kv_head);
+        block_.load_k(place, kv_head);
         if ((n_block + 2 * step) * kBlockN < num_keys) {
           next = find_place(sequence, n_block + 2 * step);
         }
@@ -142,7 +128,7 @@ class ByteMainloop {
       if (!whole) hide_scores(s, tile, sequence, first);
       float factor[2];
       update(s, rows, factor);
-      if (!whole) hide_values(sequence, first);
+      if (!whole) block_.hide_values(sequence, first);
       if (args_.has_key_descales) scale_probabilities(s, factor);
       rescale(o, factor);
       if (args_.is_int8) {
@@ -150,7 +136,7 @@ class ByteMainloop {
       } else {
         gemm_pv<false>(o, s);
       }
-      if (more) load_v(place, kv_head);
+      if (more) block_.load_v(place, kv_head);
     }
     if (args_.has_key_descales) {
 #pragma unroll
@@ -166,109 +152,6 @@ class ByteMainloop {
   }
 
  private:
-  // The vector of Q and K that the lane has as number i; two neighbours are loaded at a time.
-  __device__ __forceinline__ int key_vec(int i) const { return 2 * (t_ + 4 * (i / 2)) + i % 2; }
-  // The lane's i-th key of S, and of V.
-  __device__ __forceinline__ int score_key(int i) const { return g_ + 8 * i; }
-  __device__ __forceinline__ int value_key(int i) const { return 2 * t_ + i % 2 + i / 2 * 8; }
-
-  // Sets at[i] to the address of the lane's key key_of(i); that of the last key for one past the
-  // end of the cache. lost: what stands for the keys of a page that does not exist.
-  template <int kCount, class KeyOf>
-  __device__ __forceinline__ void find_keys(const uint8_t* (&at)[kCount], const CacheTensor& cache,
-                                            const BlockPlace& place, int kv_head, const uint4* lost,
-                                            KeyOf&& key_of) const {
-    const auto* first = reinterpret_cast<const uint8_t*>(cache.data) + place.page * cache.page +
-                        kv_head * cache.head + place.slot * cache.slot;
-    uint32_t slot = static_cast<uint32_t>(cache.slot);  // it fits: has_near_tokens in launch/
-    if (place.page < 0 || place.page >= args_.num_pages) {
-      first = reinterpret_cast<const uint8_t*>(lost);
-      slot = 0;
-    }
-    if (is_uneven<Traits>(args_)) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        at[i] = reinterpret_cast<const uint8_t*>(
-            __shfl_sync(~0u, reinterpret_cast<uint64_t>(first), key_of(i)));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        at[i] = first + uint64_t{static_cast<uint32_t>(min(key_of(i), place.last))} * slot;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_k(const BlockPlace& place, int kv_head) {
-    const uint8_t* at[kKeys];
-    find_keys(at, args_.k, place, kv_head, kNaNs, [&](int i) { return score_key(i); });
-#pragma unroll
-    for (int n = 0; n < kKeys; ++n) {
-#pragma unroll
-      for (int i = 0; i < kKeyVecs / 2; ++i) k_[n][i] = policy_.load(at[n] + key_at_[i]);
-    }
-    if (args_.has_key_descales) load_descales(args_.k_key_descales, place, kv_head, k_descale_);
-  }
-
-  __device__ __forceinline__ void load_v(const BlockPlace& place, int kv_head) {
-    const uint8_t* at[2 * kKeys];
-    find_keys(at, args_.v, place, kv_head, kZeros, [&](int i) { return value_key(i); });
-#pragma unroll
-    for (int n = 0; n < 2 * kKeys; ++n) {
-#pragma unroll
-      for (int j = 0; j < kValueVecs; j += kValueWidth) {
-        const uint8_t* from = at[n] + value_at_[j / kValueWidth];
-        if constexpr (kValueWidth == 1) {
-          v_[n][j] = policy_.load_half(from);
-        } else {
-          const uint4 both = policy_.load(from);
-          v_[n][j] = make_uint2(both.x, both.y), v_[n][j + 1] = make_uint2(both.z, both.w);
-        }
-      }
-    }
-    if (args_.has_key_descales) load_descales(args_.v_key_descales, place, kv_head, v_descale_);
-  }
-
-  __device__ __forceinline__ void load_descales(const KeyDescales& descales,
-                                                const BlockPlace& place, int kv_head,
-                                                float (&into)[kKeys]) const {
-    const float* first = &kOne;
-    int64_t slot = 0;
-    if (place.page < 0 || place.page >= args_.num_pages) {
-      first = reinterpret_cast<const float*>(&kNaNDescale);
-    } else if (descales.data != nullptr) {
-      first = descales.data + place.page * descales.page + kv_head * descales.head +
-              place.slot * descales.slot;
-      slot = descales.slot;
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) {
-      if (is_uneven<Traits>(args_)) {
-        into[i] = *reinterpret_cast<const float*>(
-            __shfl_sync(~0u, reinterpret_cast<uint64_t>(first), score_key(i)));
-      } else {
-        into[i] = first[min(score_key(i), place.last) * slot];
-      }
-    }
-  }
-
-  // Replaces V of keys that no query sees by zeros: unused memory may hold NaN.
-  __device__ __forceinline__ void hide_values(const CachedSequence& sequence, int first) {
-    const auto hidden = [&](int key) {
-      return first + key < sequence.first_key || first + key >= sequence.num_keys;
-    };
-#pragma unroll
-    for (int i = 0; i < 2 * kKeys; ++i) {
-      if (!hidden(value_key(i))) continue;
-#pragma unroll
-      for (int j = 0; j < kValueVecs; ++j) v_[i][j] = {};
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys; ++i) {
-      if (hidden(score_key(i))) v_descale_[i] = 0.f;
-    }
-  }
-
   // s: [m][i] is key 16 m + g + 8 (i / 2) of row 2 t + i % 2, the lane's key number 2 m + i / 2.
   template <bool kIsInt8>
   __device__ __forceinline__ void gemm_qk(Scores& s) const {
@@ -278,8 +161,8 @@ class ByteMainloop {
     for (int i = 0; i < kKeyVecs; ++i) {
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m) {
-        const uint4 low = widen_half<kIsInt8>(k_[2 * m][i / 2], i % 2);
-        const uint4 high = widen_half<kIsInt8>(k_[2 * m + 1][i / 2], i % 2);
+        const uint4 low = widen_half<kIsInt8>(block_.k[2 * m][i / 2], i % 2);
+        const uint4 high = widen_half<kIsInt8>(block_.k[2 * m + 1][i / 2], i % 2);
         mma_fragment<kHalf>(part[m][0], {low.x, high.x, low.y, high.y}, {q_[i].x, q_[i].y});
         mma_fragment<kHalf>(part[m][1], {low.z, high.z, low.w, high.w}, {q_[i].z, q_[i].w});
       }
@@ -300,7 +183,7 @@ class ByteMainloop {
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[m][i] *= k_descale_[2 * m + i / 2];
+      for (int i = 0; i < 4; ++i) s[m][i] *= block_.k_descale[2 * m + i / 2];
     }
   }
 
@@ -328,7 +211,7 @@ class ByteMainloop {
       const KeyRange visible = visible_keys(args_, sequence, query);
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        const int key = first + score_key(i);
+        const int key = first + block_.score_key(i);
         if (key < visible.begin || key >= visible.end) s[i / 2][i % 2 * 2 + r] = -INFINITY;
       }
     }
@@ -387,14 +270,14 @@ class ByteMainloop {
   __device__ __forceinline__ void scale_probabilities(Scores& s, float (&factor)[2]) {
     float largest = 0.f;
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i) largest = fmaxf(largest, fabsf(v_descale_[i]));
+    for (int i = 0; i < kKeys; ++i) largest = fmaxf(largest, fabsf(block_.v_descale[i]));
     const float change = unit_.raise(max_of_keys(largest));
     factor[0] *= change, factor[1] *= change;
     const float inverse = unit_.inverse();
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[m][i] *= v_descale_[2 * m + i / 2] * inverse;
+      for (int i = 0; i < 4; ++i) s[m][i] *= block_.v_descale[2 * m + i / 2] * inverse;
     }
   }
 
@@ -414,8 +297,8 @@ class ByteMainloop {
       for (int j = 0; j < kValueVecs; ++j) {
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-          const uint2 low = pairs<kIsInt8>(v_[4 * m][j], v_[4 * m + 1][j], p);
-          const uint2 high = pairs<kIsInt8>(v_[4 * m + 2][j], v_[4 * m + 3][j], p);
+          const uint2 low = pairs<kIsInt8>(block_.v[4 * m][j], block_.v[4 * m + 1][j], p);
+          const uint2 high = pairs<kIsInt8>(block_.v[4 * m + 2][j], block_.v[4 * m + 3][j], p);
           mma_fragment<kHalf>(o[0][j][p], {low.x, low.y, high.x, high.y}, probabilities);
         }
       }
@@ -429,15 +312,10 @@ class ByteMainloop {
   }
 
   const Arguments& args_;
-  const StreamPolicy policy_{};
+  Block block_;
   const int g_, t_;
-  int key_at_[kKeyVecs / 2], value_at_[kValueVecs / kValueWidth];  // bytes of a key before the
-                                                                   // lane's vectors
   uint4 q_[kKeyVecs];
-  uint4 k_[kKeys][kKeyVecs / 2];
-  uint2 v_[2 * kKeys][kValueVecs];
   float row_factor_[2];
-  float k_descale_[kKeys], v_descale_[kKeys];
   DescaleUnit unit_;
 };
 
