@@ -129,7 +129,9 @@ def _tile_of_few_rows(problem: DecodeProblem, device: DeviceInfo) -> Tile:
     block_n, num_warps = min(128, max(16, TILE_BYTES // (2 * columns))), 4
     stages = 3 if device.shared_memory_bytes >= THREE_STAGES_KIB * 1024 else 2
     few_alone = problem.rows <= LARGEST_FEW_ROWS and not problem.split_tokens
-    if problem.cache_dtype in EIGHT_BIT and columns >= 128 and stages == 3 and few_alone:
+    in_pages = problem.page_size % (2 * block_n) == 0  # of a dense cache too
+    wide = problem.cache_dtype in EIGHT_BIT and columns >= 128 and stages == 3
+    if wide and few_alone and in_pages:
         # As many bytes as 16 bits have, and warps that widen them: 32 x 4k 124 -> 94 us.
         block_n, num_warps = 2 * block_n, 8
     return Tile(min(problem.rows, LARGEST_FEW_ROWS), block_n, num_warps, stages)
