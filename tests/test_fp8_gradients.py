@@ -176,6 +176,23 @@ def test_what_has_no_gradient():
         torch.autograd.grad(dq.float().pow(2).sum(), q)
 
 
+def registers_without_descales(given):
+    """Of the kernel that widens, compiled in a process of its own: Triton's interpreter takes what
+    its compiler refuses, such as a sum with None."""
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
+
+    of_problem = 0, FP8, FP8, FP8, torch.bfloat16, False, given, 64, 64, 64, 64, 64, 0
+    launch = triton_launch._dequantize_launch(*of_problem)
+    scales = ("fp32" if has_descales else None for has_descales in given)
+    types = ("u8",) * 3 + ("bf16",) * 3 + (*scales, None, None)
+    return resources(compile_kernel(launch.sample(types, (), (64,) * 10), 80)).registers
+
+
+@pytest.mark.parametrize("given", [(True, True, True), (True, False, False), (False, True, True)])
+def test_the_kernel_that_widens_compiles_without_descales(given, compilers):
+    assert compilers.submit(registers_without_descales, given).result() > 0
+
+
 @pytest.mark.parametrize("dtype", TRITON_DTYPES)
 @pytest.mark.parametrize("layout", ["rows", "permuted"])
 @pytest.mark.parametrize("edges", [None, (0, 33, 33, 110)])

@@ -168,8 +168,9 @@ def _dequantization(
         0 if of is None else of.numel() * block // ROWS
         for of, block in zip(descales, blocks, strict=True)
     ]
+    given = tuple(of is not None for of in descales)
     launch = _dequantize_launch(
-        *(device, q_dtype, k_dtype, v_dtype, dtype, varlen, *blocks, q[-1], v[-1], columns)
+        *(device, q_dtype, k_dtype, v_dtype, dtype, varlen, given, *blocks, q[-1], v[-1], columns)
     )
     num_blocks = (0 if of is None else of[-1] for of in descales)
     numbers = *programs[:2], *num_blocks, q[-2], k[-2], q[-3], k[-3], groups
@@ -184,6 +185,7 @@ def _dequantize_launch(
     v_dtype: torch.dtype,
     dtype: torch.dtype,
     varlen: bool,
+    given: tuple[bool, bool, bool],
     block_q: int,
     block_k: int,
     block_v: int,
@@ -191,7 +193,8 @@ def _dequantize_launch(
     head_dim_v: int,
     columns: int,
 ) -> VariableLaunch:
-    """That of one device. columns: of permuted v, or 0."""
+    """That of one device. given: which have descales, since Triton compiles None as a constant.
+    columns: of permuted v, or 0."""
     block_d, num_warps = tile(ROWS, head_dim, False)
     block_dv, num_warps_v = tile(ROWS, head_dim_v, False)
     constants = {

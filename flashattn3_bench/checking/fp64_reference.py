@@ -176,8 +176,9 @@ def scores_of_head(
         scores = scores - (slope * distance.abs()).to(scores.dtype)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if added.bias is not None:
-        hidden |= added.bias == -math.inf
-        scores = scores + added.bias.to(scores.dtype).masked_fill(hidden, 0.0)
+        lost = added.bias == -math.inf
+        scores = scores + added.bias.to(scores.dtype).masked_fill(lost, 0.0)
+        hidden |= lost
     if window_left >= 0:
         hidden |= distance < -window_left
     if window_right >= 0:

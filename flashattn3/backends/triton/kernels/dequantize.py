@@ -127,17 +127,20 @@ def dequantize_blocks(
 
     Data: int8, or e4m3 as bytes, dense; that of v, with PERMUTED_COLUMNS if not 0, in its layout
     with so many columns and groups of keys. Descales (b, h, blocks), dense: one of BLOCK_Q, BLOCK_K
-    or BLOCK_V tokens. programs: those of q, and of k. seqlen: with VARLEN the number of all tokens.
-    The other constants are those of ``quantize_block``.
+    or BLOCK_V tokens; None: the tensor has no program. programs: those of q, and of k. seqlen: with
+    VARLEN the number of all tokens. The other constants are those of ``quantize_block``.
     """
     program = tl.program_id(0)
     if program < programs_q:
-        widen(program, q_data, q_descale, q_out, cu_seqlens_q, blocks_q, num_heads_q, seqlen_q, 0,
-              BLOCK_Q, BLOCK_T, HEAD_DIM, BLOCK_D, VARLEN, 0)  # fmt: skip
+        if q_descale is not None:
+            widen(program, q_data, q_descale, q_out, cu_seqlens_q, blocks_q, num_heads_q, seqlen_q,
+                  0, BLOCK_Q, BLOCK_T, HEAD_DIM, BLOCK_D, VARLEN, 0)  # fmt: skip
     elif program < programs_q + programs_k:
-        widen(program - programs_q, k_data, k_descale, k_out, cu_seqlens_k, blocks_k, num_heads_kv,
-              seqlen_k, 0, BLOCK_K, BLOCK_T, HEAD_DIM, BLOCK_D, VARLEN, 0)  # fmt: skip
-    else:
+        if k_descale is not None:
+            widen(program - programs_q, k_data, k_descale, k_out, cu_seqlens_k, blocks_k,
+                  num_heads_kv, seqlen_k, 0, BLOCK_K, BLOCK_T, HEAD_DIM, BLOCK_D, VARLEN,
+                  0)  # fmt: skip
+    elif v_descale is not None:
         widen(program - programs_q - programs_k, v_data, v_descale, v_out, cu_seqlens_k, blocks_v,
               num_heads_kv, seqlen_k, groups, BLOCK_V, BLOCK_T, HEAD_DIM_V, BLOCK_DV, VARLEN,
               PERMUTED_COLUMNS)  # fmt: skip
