@@ -222,7 +222,8 @@ class DecodeLaunch:
 
     def _describe_warps(self) -> dict[str, object]:
         """Describe the warp kernel of the config, in place of its decode kernel."""
-        rows, keys = self.kernel_config.warp_kernel_rows, self.kernel_config.warp_block_n
+        rows = self.kernel_config.warp_kernel_rows
+        keys = min(32, self.kernel_config.warp_block_n)  # a lane finds the place of one
         of_many = ", or, of many work tiles, in equal shares"
         return {
             "tile": f"up to {rows} packed rows x {keys} keys of a warp",
