@@ -4,13 +4,10 @@
 //   backward_check --time [part of a config name [length]] [--deterministic] [--head-dim d]
 //       prints TFLOP/s of the benchmark grid; --deterministic: also with deterministic dq sums;
 //       --head-dim: of the problems, instead of the config's
-//   backward_check --repeat times [part of a config name [length]]
-//       runs one causal problem many times and reports results that change in any bit
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
 #include <array>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -45,8 +42,8 @@ static std::string config_name(int i) { return flashattn3::kCheckConfigNames[i];
 struct Options {
   CommandLine given;
   // Part of a kernel config's name, and a length.
-  const char* config = given.text("--config", given.text("--time", given.text("--repeat", "", 2)));
-  int length = given.number("--time", given.number("--repeat", 0, 3), 2);
+  const char* config = given.text("--config", given.text("--time"));
+  int length = given.number("--time", 0, 2);
 
   bool wants(int i) const { return config_name(i).find(config) != std::string::npos; }
 };
@@ -300,92 +297,6 @@ static void time_grid(const Options& options, int num_sms, int* counter) {
   }
 }
 
-struct Change {
-  unsigned long long count;   // elements whose bits differ
-  unsigned long long broken;  // elements not finite
-  int largest;                // largest distance, as the bits of a float
-};
-template <bool kFp16>
-static __global__ void find_changes(const uint16_t* a, const uint16_t* b, int64_t count,
-                                    Change* change) {
-  const auto value = [](uint16_t bits) {
-    return kFp16 ? __half2float(__ushort_as_half(bits))
-                 : __bfloat162float(__ushort_as_bfloat16(bits));
-  };
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    if (!isfinite(value(b[i]))) atomicAdd(&change->broken, 1);
-    if (a[i] == b[i]) continue;
-    atomicAdd(&change->count, 1);
-    const float distance = fabsf(value(a[i]) - value(b[i]));
-    if (distance > 0) atomicMax(&change->largest, __float_as_int(distance));
-  }
-}
-
-// Runs one causal problem many times. dk and dv must not change; dq may if not deterministic.
-static bool repeat(const Options& options, int num_sms, int* counter) {
-  const int repeats = options.given.number("--repeat");
-  GridData grids[2] = {GridData(false), GridData(true)};
-  uint16_t* kept[3];
-  for (auto& pointer : kept) check(cudaMalloc(&pointer, GridData::kCount * 2));
-  Change* found;
-  check(cudaMalloc(&found, 3 * sizeof(Change)));
-  bool good = true;
-  for (int config = 0; config < kNumCheckConfigs; ++config) {
-    if (!options.wants(config) || kCheckConfigs[config].listed) continue;
-    const bool fp16 = kCheckConfigs[config].dtype == flashattn3::kFp16;
-    GridData& data = grids[fp16];
-    for (const bool deterministic : {false, true}) {
-      const int head_dim = kCheckConfigs[config].head_dim;
-      BackwardParams params =
-          data.params(config, head_dim, options.length != 0 ? options.length : 2048, true);
-      params.forward.deterministic = deterministic;
-      params.forward.num_sms = num_sms;
-      params.forward.tile_counter = counter;
-      params.forward.pdl = true;
-      const int64_t rows = int64_t{16384} * params.forward.num_heads_q;
-      const int64_t counts[3] = {rows * head_dim, rows * head_dim,
-                                 rows * params.forward.head_dim_v};
-      check(cudaMemset(found, 0, 3 * sizeof(Change)));
-      for (int time = 0; time < repeats; ++time) {
-        std::snprintf(g_now, sizeof(g_now), "repeating %s, time %d", config_name(config).c_str(),
-                      time);
-        alarm(15);
-        for (int i = 0; i < 3; ++i) check(cudaMemset(data.gradient[i], 0xff, counts[i] * 2));
-        check(cudaMemset(data.workspace, 0xff, data.workspace_bytes));
-        kRows[config].launch(params, nullptr);
-        for (int i = 0; i < 3; ++i) {
-          if (time == 0) {
-            check(cudaMemcpy(kept[i], data.gradient[i], counts[i] * 2, cudaMemcpyDeviceToDevice));
-          }
-          const auto find = fp16 ? find_changes<true> : find_changes<false>;
-          find<<<1056, 256>>>(kept[i], data.gradient[i], counts[i], found + i);
-        }
-        check(cudaDeviceSynchronize());
-        alarm(0);
-      }
-      Change changes[3];
-      check(cudaMemcpy(changes, found, sizeof(changes), cudaMemcpyDeviceToHost));
-      std::printf("%s%s, %d times:", config_name(config).c_str(), deterministic ? " ordered" : "",
-                  repeats);
-      for (int i = 0; i < 3; ++i) {
-        float largest;
-        std::memcpy(&largest, &changes[i].largest, 4);
-        std::printf("  %s %llu changed, by %.3g at most, %llu not finite",
-                    i == 0   ? "dq"
-                    : i == 1 ? "dk"
-                             : "dv",
-                    changes[i].count, largest, changes[i].broken);
-        if (changes[i].broken > 0 || (changes[i].count > 0 && (i > 0 || deterministic)))
-          good = false;
-      }
-      std::printf("\n");
-      std::fflush(stdout);
-    }
-  }
-  return good;
-}
-
 int main(int argc, char** argv) {
   const Options options{{argc, argv}};
   signal(SIGALRM, on_alarm);
@@ -397,7 +308,6 @@ int main(int argc, char** argv) {
     time_grid(options, num_sms, counter);
     return 0;
   }
-  if (options.given.has("--repeat")) return !repeat(options, num_sms, counter);
   return run_cases(options.given, backward_cases(),
                    [&](const Case& c, int i) { return run_case(c, i, options, num_sms, counter); })
       .finish();

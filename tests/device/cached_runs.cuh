@@ -2,10 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -51,38 +48,3 @@ struct CachedRuns {
     return wrong + check_coverage(problem);
   }
 };
-
-// The parameters of calls that are timed, without K and V: every sequence has as many keys as the
-// cache holds of it; pages are in a random order.
-inline flashattn3::DecodeParams timed_params(const DecodeCase& c, uint16_t* q, uint16_t* out,
-                                             int num_sms, DeviceMemory& memory) {
-  const int page = c.page_size ? c.page_size : c.capacity, max_pages = c.capacity / page;
-  std::vector<int> table(c.page_size ? c.batch * max_pages : 0);
-  std::iota(table.begin(), table.end(), 0);
-  std::shuffle(table.begin(), table.end(), std::mt19937(5));
-  const int64_t row = int64_t{c.heads_kv} * c.head_dim, q_row = int64_t{c.heads_q} * c.head_dim;
-  const flashattn3::Strides q_stride{c.seqlen_q * q_row, q_row, c.head_dim};
-  return {.q = q,
-          .out = out,
-          .q_stride = q_stride,
-          .out_stride = q_stride,
-          .k = {nullptr, {page * row, row, c.head_dim}},
-          .v = {nullptr, {page * row, row, c.head_dim}},
-          .page_table = memory(table),
-          .cache_seqlens = memory(std::vector<int>(c.batch, c.capacity)),
-          .page_table_stride = max_pages,
-          .batch = c.batch,
-          .seqlen_q = c.seqlen_q,
-          .num_heads_q = c.heads_q,
-          .num_heads_kv = c.heads_kv,
-          .head_dim = c.head_dim,
-          .head_dim_v = c.head_dim,
-          .num_caches = c.batch,
-          .num_pages = c.batch * max_pages,
-          .page_size = c.page_size,
-          .capacity = c.capacity,
-          .softmax_scale = 1.f / std::sqrt(float(c.head_dim)),
-          .window_left = c.left,
-          .window_right = c.right,
-          .num_sms = num_sms};
-}

@@ -6,8 +6,6 @@
 //       the same for cached calls
 //   forward_check [--fast] --time [part of a config name [length]]
 //       prints TFLOP/s of the benchmark grid; --fast: 8 bits without accumulator promotion
-//   forward_check --time cached
-//       prints TFLOP/s of chunks of prompts, dense and paged, beside the dense forward
 // Exit code 0: all correct, 1: wrong values, 3: a case hung, 4: a CUDA error; after 3 and 4 it
 // prints the --from with which to continue.
 #include <cstdio>
@@ -302,13 +300,8 @@ int main(int argc, char** argv) {
   check(cudaMalloc(&counter, sizeof(flashattn3::decode::Counters)));
   check(cudaMemset(counter, 0, sizeof(flashattn3::decode::Counters)));
   if (given.has("--time")) {
-    const std::string timed = given.text("--time");
-    if (timed == "cached") {
-      time_cached(num_sms, counter);
-    } else {
-      const int length = given.number("--time", 0, 2);
-      time_grid(timed, length, given.has("--fast"), num_sms, counter);
-    }
+    const int length = given.number("--time", 0, 2);
+    time_grid(given.text("--time"), length, given.has("--fast"), num_sms, counter);
     return 0;
   }
   if (given.has("--cached")) {
