@@ -2,7 +2,6 @@
 import, the places and keywords of the arguments, what they read of the results.
 
 Each function imports as its library does and yields (name, found, wanted), the latter in float64.
-``python flash_attn_callers.py`` runs all of them, on a GPU in bfloat16 where there is one.
 """
 
 from __future__ import annotations
@@ -359,23 +358,3 @@ def error(found: Tensor, wanted: Tensor) -> float:
     """The relative error, of the norm."""
     wanted = wanted.double()
     return ((found.double() - wanted).norm() / wanted.norm()).item()
-
-
-def main() -> None:
-    from flashattn3.integrations.flash_attn_2 import install_as_flash_attn_2
-    from flashattn3.integrations.flash_attn_3 import install_as_flash_attn_3
-
-    install_as_flash_attn_2()
-    install_as_flash_attn_3()
-    gpu = torch.cuda.is_available()
-    like = torch.zeros(1, device="cuda", dtype=torch.bfloat16) if gpu else torch.zeros(1)
-    worst = 0.0
-    for caller in CALLERS:
-        for name, found, wanted in caller(like):
-            worst = max(worst, error(found, wanted))
-            print(f"{name:32} {error(found, wanted):.1e}")
-    print(f"{like.device} {like.dtype}: worst {worst:.1e}", "ok" if worst < 1e-2 else "WRONG")
-
-
-if __name__ == "__main__":
-    main()
