@@ -50,6 +50,14 @@ has_autocast = torch._C._is_any_autocast_enabled
 are_deterministic = torch._C._get_deterministic_algorithms
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks see the tensors that autograd saves, as those of a checkpoint do."""
+    return _top_hooks(False) is not None
+
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def is_traced() -> bool:
     """Whether the compiler, a dispatch mode or a function transform is active."""
     return _is_compiling() or _num_modes() > 0 or _transforms() is not None

@@ -14,6 +14,7 @@ import ctypes
 import itertools
 import sys
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -46,8 +47,9 @@ from flashattn3.call.fields import Options
 from flashattn3.call.operands import Tensors
 from flashattn3.integrations.segments import Segments
 from flashattn3.integrations.transformers import attention, flash_attn_bhsd_func
-from flashattn3.run import bhsd, doors, launches, operators
+from flashattn3.run import bhsd, launches, operators
 from flashattn3.run.cached_plans import _checked_decode
+from flashattn3.run.mask_launches import known_masks
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 SCORE_NODE = "ScaledDotProductFusedAttentionOverrideableBackward0"
@@ -630,12 +632,12 @@ def check_calls_with_a_mask_that_differ_in_one_property(host):
         wanted = []
         for make, of_call, options in calls:
             forget_kept_calls()
-            doors._of_masks.clear()
+            known_masks.clear()
             found, planned = passes(make, of_call, gradients, options)
             assert planned
             wanted.append(found)
         forget_kept_calls()
-        doors._of_masks.clear()
+        known_masks.clear()
         for kept in (False, True, True):
             for (make, of_call, options), call in zip(calls, wanted, strict=True):
                 found, planned = passes(make, of_call, gradients, options)
@@ -645,24 +647,51 @@ def check_calls_with_a_mask_that_differ_in_one_property(host):
 
 
 def check_the_life_of_a_mask(host):
-    """The operators keep its tensors until neither its user nor a gradient needs them."""
-    tensors, mask = inputs(200), masks.window(200, 30, 0)
-    out = [flash_attn_func(*tensors, mask=mask) for _ in range(2)][1]
-    number = int(out.grad_fn._saved_dropout_p)
-    cache, kept = launches._with_node[number], masks.window(200, 20, 0)
+    """The operators keep its tensors until neither its user nor a gradient needs them, and no node
+    has a Python object but where it has no tensor to save or hooks would get it."""
+
+    def number_of(out):
+        return int(out.grad_fn._saved_dropout_p)
+
+    sinks, tensors = torch.zeros(4), inputs(200)
+    kept = masks.window(200, 20, 0)
     found = [flash_attn_func(*tensors, mask=kept) for _ in range(2)]
-    assert int(found[1].grad_fn._saved_dropout_p) != number
-    life, identity = weakref.ref(mask), id(mask)
-    del mask
-    assert life() is not None and number in launches._with_node and identity in doors._of_masks
-    torch.autograd.grad(out, tensors, torch.ones_like(out))
-    plain = [x.detach() for x in tensors]
-    assert cache.operators.forward(number, True, *plain)[0] is not None
-    del out
-    assert life() is None and number not in launches._with_node
-    assert identity not in doors._of_masks
-    assert cache.operators.forward(number, True, *plain)[0] is None
+    nothing = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    for hooks, scores in ((nullcontext(), {}), (nothing, {}), (nullcontext(), {"sinks": sinks})):
+        mask = masks.window(200, 30, 0)
+        with hooks:
+            out = [flash_attn_func(*tensors, mask=mask, **scores) for _ in range(2)][1]
+        number = number_of(out)
+        cache = launches._with_node[number]
+        assert number != number_of(found[1])
+        has_object = bool(scores) or hooks is nothing
+        assert bool(out.grad_fn.metadata) == has_object
+        assert scores or (out.grad_fn._saved_attn_mask is None) == has_object
+        identity, life = id(mask), [weakref.ref(x) for x in mask.tensors]
+        assert identity in known_masks
+        del mask
+        assert identity not in known_masks and number in launches._with_node
+        torch.autograd.grad(out, tensors, torch.ones_like(out), retain_graph=True)
+        given = *(x.detach() for x in tensors), None, None, scores.get("sinks"), None, None
+        find = partial(cache.operators.forward_scores, number, True, *given)
+        assert find()[0] is not None
+        assert all(x() is not None for x in life)
+        del out
+        assert number not in launches._with_node
+        assert find()[0] is None
+        del cache, find
+        assert all(x() is None for x in life)
     torch.autograd.grad(found, tensors, [torch.ones_like(x) for x in found])
+
+
+def check_a_mask_that_is_new_in_inference_mode(host):
+    """Its first call may be in this mode, whose tensors autograd does not save."""
+    tensors, mask = inputs(104), masks.window(104, 30, 0)
+    with torch.inference_mode():
+        flash_attn_func(*tensors, mask=mask)
+    out = flash_attn_func(*tensors, mask=mask)
+    assert type(out.grad_fn).__name__ == NODE
+    torch.autograd.grad(out, tensors, torch.ones_like(out))
 
 
 def check_refusals(host):
@@ -754,11 +783,12 @@ def times_of_calls() -> dict[str, float]:
     dout = torch.ones_like(q)
 
     def both(**scores):
-        leaves = [q, k, v, *(x for x in scores.values() if x.requires_grad)]
+        leaves = [q, k, v, *(x for x in scores.values() if getattr(x, "requires_grad", False))]
         torch.autograd.grad(flash_attn_func(q, k, v, **scores), leaves, dout)
 
     sinks, plain_sinks = torch.zeros(2, requires_grad=True), torch.zeros(2)
     bias = q.new_zeros(1, 2, 64, 64, requires_grad=True)
+    mask = masks.documents([20, 44], causal=True)
 
     lengths = torch.full((2,), 40, dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
@@ -805,6 +835,9 @@ def times_of_calls() -> dict[str, float]:
         "forward with gradients, sinks": lambda: flash_attn_func(q, k, v, sinks=sinks),
         "forward and backward, sinks": partial(both, sinks=sinks),
         "forward and backward, bias": partial(both, bias=bias),
+        "forward, mask": lambda: flash_attn_func(*plain, mask=mask),
+        "forward with gradients, mask": lambda: flash_attn_func(q, k, v, mask=mask),
+        "forward and backward, mask": partial(both, mask=mask),
         "forward and backward, heads first": both_of_bhsd,
         "forward and backward, transposed": both_of_transposes,
         "operators of a compiled graph": both_of_a_graph,

@@ -8,11 +8,12 @@
 //   take 2.5 us, so that plain calls have the other one.
 //
 // dropout_p: the number of the call's options and axes, under which launch_cache.h finds its
-// launches; never 0, so that a call of torch's own is refused. scale: with attn_bias, its index
-// among FLASHATTN3_SCORE_TENSORS. The others have their defaults. Out has its tokens before its
-// heads (BSHD), and so have q, k, v and their gradients; with passes that say bhsd, these have
-// their heads first (BHSD), so that a caller with such tensors needs no transposes, which have
-// nodes of their own.
+// launches; never 0, so that a call of torch's own is refused. attn_mask: none, or a tensor without
+// elements, which the node saves and nothing reads: Python keeps launches while it lives. scale:
+// with attn_bias, its index among FLASHATTN3_SCORE_TENSORS. The others have their defaults. Out has
+// its tokens before its heads (BSHD), and so have q, k, v and their gradients; with passes that say
+// bhsd, these have their heads first (BHSD), so that a caller with such tensors needs no
+// transposes, which have nodes of their own.
 //
 // When an operator runs, hooks on saved tensors have seen its inputs. So it does not leave a call
 // to its caller, which would save them again: a call without launches, or with tensors that the
@@ -177,7 +178,8 @@ CallOfNode take_plain_call(const char* function, const GivenTensors& sides, Argu
   const auto is_causal = arguments.take<bool>();
   const auto attn_mask = arguments.take<Optional>();
   const auto scale = arguments.take<std::optional<double>>();
-  const bool has_mask = attn_mask && attn_mask->defined();  // autograd passes an undefined one
+  // autograd passes an undefined one
+  const bool has_mask = attn_mask && attn_mask->defined() && attn_mask->numel() > 0;
   return call_of_node(function, dropout_p, !is_causal && !has_mask && !scale, sides);
 }
 

@@ -21,13 +21,14 @@ def call_tensors(
     if not isinstance(mask, Mask):
         wanted = "a flashattn3.masks.Mask (masks.from_bool makes one of a bool tensor)"
         raise type_error(function, "mask", wanted, shown(mask))
-    _expect_length(function, "q", q, axis, mask.seqlen_q)
-    _expect_length(function, "k", k, axis, mask.seqlen_k)
+    # Other errors are raised where q and k are checked.
+    shape_q, shape_k = getattr(q, "shape", ()), getattr(k, "shape", ())
+    if len(shape_q) == 4 and shape_q[axis] != mask.seqlen_q:
+        raise _other_length(function, "q", shape_q[axis], mask.seqlen_q)
+    if len(shape_k) == 4 and shape_k[axis] != mask.seqlen_k:
+        raise _other_length(function, "k", shape_k[axis], mask.seqlen_k)
     return mask.tensors
 
 
-def _expect_length(function: str, name: str, x: object, axis: int, length: int) -> None:
-    shape = getattr(x, "shape", ())  # other errors are raised where q and k are checked
-    if len(shape) == 4 and shape[axis] != length:
-        wanted = f"{shape[axis]} as {name}'s"
-        raise value_error(function, f"mask.seqlen_{name}", wanted, length)
+def _other_length(function: str, name: str, wanted: int, length: int) -> ValueError:
+    return value_error(function, f"mask.seqlen_{name}", f"{wanted} as {name}'s", length)

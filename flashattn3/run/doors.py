@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ from ..call.scores import refuse_gradient_of_slopes
 from ..modes import (
     has_autocast,
     has_dual_level,
+    has_saved_tensor_hooks,
     is_batched,
     is_plain,
     is_transformed,
@@ -56,6 +56,7 @@ from .derivative import (
     or_zeros,
 )
 from .launches import LaunchCache
+from .mask_launches import MaskLaunches, known_masks, new_launches_of
 from .operator_rules import recorded, under_autocast
 from .operators import (
     forward_watched,
@@ -88,16 +89,16 @@ def attend(
     scores = not (tensors.sinks is tensors.alibi_slopes is tensors.bias is entries is None)
     if scores and tensors.alibi_slopes is not None:
         refuse_gradient_of_slopes(options.function, tensors.alibi_slopes)
-    if (
-        is_plain()
-        and have_data(q, k, v)
-        and not (scores and is_score_watched(tensors, mask is not None and id(mask) in _of_masks))
-    ):
-        attend_plain = _attend_plain
-        if profiler._is_profiler_enabled:
-            in_rows = _transposed(tensors) if bhsd else tensors
-            attend_plain = recorded(plan_of(in_rows, options), attend_plain)
-        return attend_plain(tensors, options, bhsd, scores, mask)
+    if is_plain() and have_data(q, k, v):
+        of_mask = None if mask is None else known_masks.get(id(mask))
+        if not (scores and is_score_watched(tensors, of_mask is not None)):
+            if mask is not None and of_mask is None:
+                of_mask = new_launches_of(mask)
+            attend_plain = _attend_plain
+            if profiler._is_profiler_enabled:
+                in_rows = _transposed(tensors) if bhsd else tensors
+                attend_plain = recorded(plan_of(in_rows, options), attend_plain)
+            return attend_plain(tensors, options, bhsd, scores, of_mask)
     if bhsd:
         tensors = _transposed(tensors)
     if type(q) is Scaled and not scores and is_plain_8_bits(q, k, v):
@@ -108,35 +109,11 @@ def attend(
 @lru_cache(maxsize=4096)
 def launch_cache(options: Options, bhsd: bool) -> LaunchCache:
     """That of eager calls with these options, and of compiled ones. bhsd: as in ``attend``."""
-    return LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node))
-
-
-def _cache_of_mask(options: Options, bhsd: bool, mask: Mask) -> LaunchCache:
-    """The same of calls with this mask object."""
-    caches = _of_masks.get(id(mask))
-    if caches is None:
-        caches = _of_masks[id(mask)] = {}
-        finalize(mask, _forget, id(mask), caches).atexit = False
-    found = caches.get((options, bhsd))
-    if found is None:
-        found = LaunchCache(options, bhsd, (_forward_of_node, _backward_of_node), mask)
-        caches[options, bhsd] = found
-    return found
-
-
-def _forget(mask_id: int, caches: dict[tuple, LaunchCache]) -> None:
-    _of_masks.pop(mask_id, None)
-    for cache in caches.values():
-        cache.forget()
-
-
-# By the ids of masks of eager calls that nothing watched: their tensors are never replaced. A mask
-# is forgotten before its id is another object's.
-_of_masks: dict[int, dict[tuple, LaunchCache]] = {}
+    return LaunchCache(options, bhsd, _in_python)
 
 
 def _attend_plain(
-    tensors: Tensors, options: Options, bhsd: bool, scores: bool, mask: Mask | None
+    tensors: Tensors, options: Options, bhsd: bool, scores: bool, of_mask: MaskLaunches | None
 ) -> Tensor | tuple[Tensor, ...]:
     """An eager call that nothing watches. The operators of the backend find the launch of a dense
     one, with an autograd node in C++ where out is all that it returns and at most one tensor,
@@ -158,8 +135,8 @@ def _attend_plain(
         refuse_gradients(options.function, **tensors_by_name(tensors))
     returns_more = options.return_lse or options.return_max_logit
     cache = operators = results = None
-    if mask is not None:
-        cache = _cache_of_mask(options, bhsd, mask)
+    if of_mask is not None:
+        cache = of_mask.cache(options, bhsd, _in_python)
         operators = cache.operators
     elif tensors.cu_seqlens_q is None and (changes or not scores):
         cache = launch_cache(options, bhsd)
@@ -168,7 +145,7 @@ def _attend_plain(
         pass
     elif differentiably:
         if not returns_more:
-            results = _attend_with_node(cache, tensors, changes, mask)
+            results = _attend_with_node(cache, tensors, changes, of_mask)
         if results is None:
             return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, None)
     elif changes:
@@ -180,7 +157,7 @@ def _attend_plain(
     planned = _planned(tensors, options, bhsd, cache)
     if differentiably:
         if not returns_more and cache is not None and cache.operators is not None:
-            results = _attend_with_node(cache, tensors, changes, mask)
+            results = _attend_with_node(cache, tensors, changes, of_mask)
             if results is not None:
                 return results[0]
         return _apply(q, k, v, *learned, tensors, options, bhsd, scores, cache, planned)
@@ -189,24 +166,28 @@ def _attend_plain(
 
 
 def _attend_with_node(
-    cache: LaunchCache, tensors: Tensors, changes: bool, mask: Mask | None
+    cache: LaunchCache, tensors: Tensors, changes: bool, of_mask: MaskLaunches | None
 ) -> tuple[Tensor, ...] | None:
-    """See ``LaunchCache.attend``; None also if several tensors change scores. The mask lives as
-    long as the node of out. changes: whether a tensor beside the mask changes scores."""
-    score = index = None
+    """See ``LaunchCache.attend``; None also if several tensors change scores. The node of out keeps
+    the launches of the mask. changes: whether a tensor beside the mask changes scores."""
+    score = index = life = None
     if changes:
         for place, x in enumerate((tensors.sinks, tensors.alibi_slopes, tensors.bias)):
             if x is not None:
                 if score is not None:
                     return None
                 score, index = x, place
-    results = cache.attend(tensors.q, tensors.k, tensors.v, score, index)
-    if mask is not None and results is not None:
-        results[0].grad_fn.metadata[_MASK] = mask
-    return results
+    if of_mask is not None:
+        life = of_mask.life
+        if score is not None or has_saved_tensor_hooks():
+            results = cache.attend(tensors.q, tensors.k, tensors.v, score, index)
+            if results is not None:
+                results[0].grad_fn.metadata[_LIFE] = life
+            return results
+    return cache.attend(tensors.q, tensors.k, tensors.v, score, index, life)
 
 
-_MASK = "flashattn3 mask"
+_LIFE = "flashattn3 mask"
 
 
 def _planned(
@@ -245,11 +226,13 @@ def _backward_of_node(
     return (*(x.transpose(1, 2) for x in sides), of_score) if cache.bhsd else (*sides, of_score)
 
 
+_in_python = _forward_of_node, _backward_of_node
+
+
 def _tensors_of_node(
     cache: LaunchCache, q, k, v, sinks=None, alibi_slopes=None, bias=None
 ) -> Tensors:
-    lists = () if cache.mask is None else cache.mask().tensors
-    return Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *lists)
+    return Tensors(q, k, v, None, None, None, None, sinks, alibi_slopes, bias, *cache.of_mask)
 
 
 def _transposed(tensors: Tensors) -> Tensors:

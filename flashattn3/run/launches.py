@@ -10,7 +10,6 @@ from itertools import count
 from operator import attrgetter
 from threading import Lock, local
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from .aten_node import registered_nodes
 
 if TYPE_CHECKING:
     from ..backends.base import CachedOperators, PassOperators
-    from ..masks.mask import Mask
 
 # The node replaces a kernel for tensors on a GPU; on others torch's own would run.
 has_node = attrgetter("is_cuda")
@@ -35,8 +33,8 @@ class LaunchCache:
 
     operators: None before the first launch. nodes: attention with an autograd node in C++, of plain
         calls and of those with one tensor that changes scores, or None.
-    mask: the only one of these calls, whose tensors the operators keep beside the launches, or
-        None. It is not kept alive: ``forget`` follows its end.
+    of_mask: the tensors of the only mask of these calls, which the operators keep beside the
+        launches until ``forget``; empty without one.
     in_python: compute both passes of a call of the node whose launch the operators do not have,
         from the cache and the tensors of the pass, and give them the launch.
     """
@@ -46,10 +44,10 @@ class LaunchCache:
         options,
         bhsd: bool = False,
         in_python: tuple[Callable, ...] = (),
-        mask: Mask | None = None,
+        of_mask: tuple[Tensor, ...] = (),
     ) -> None:
         self.options, self.bhsd, self.in_python = options, bhsd, in_python
-        self.mask = None if mask is None else ref(mask)
+        self.of_mask = of_mask
         self.number = next(_numbers)
         self.operators: PassOperators | CachedOperators | None = None
         self.nodes: tuple[Callable | None, ...] = None, None
@@ -79,18 +77,27 @@ class LaunchCache:
         return None if results[0] is None else results
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, score: Tensor | None = None, index: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score: Tensor | None = None,
+        index: int | None = None,
+        life: Tensor | None = None,
     ) -> tuple[Tensor, ...] | None:
         """Compute out and lse with a node; only out is differentiable. None if Python has to: there
-        is no node. score: a tensor that changes scores; index: its place among these."""
+        is no node. score: a tensor that changes scores; index: its place among these. life: a
+        tensor without elements that the node of a call without score saves."""
         of_sides, of_score = self.nodes
         run = of_sides if score is None else of_score
         if run is None or not has_node(q):
             return None
         try:
-            if score is None:
-                return run(q, k, v, self.number)
-            return run(q, k, v, score, self.number, scale=index)
+            if score is not None:
+                return run(q, k, v, score, self.number, scale=index)
+            if life is not None:
+                return run(q, k, v, self.number, attn_mask=life)
+            return run(q, k, v, self.number)
         except NotImplementedError:  # of the dispatcher: the operator takes no tensor of a layout
             return None
         except RuntimeError as raised:  # hooks on saved tensors have seen the call: no second try
