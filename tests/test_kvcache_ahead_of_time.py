@@ -14,6 +14,7 @@ import sass
 from helpers import A100, B200, H100, L4, ORIN, RTX3090
 
 from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
+from flashattn3.backends.triton.tile_configs import FIRST_WITH_FP8
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -61,9 +62,9 @@ HEAVIEST = "mixed"
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one kernel. widths: as ``ptx.memory_widths`` counts them. single_bytes: some
-    are loaded from shared memory. wrong: buffers of two swizzles, and WGMMA instructions with a
-    wrong descriptor."""
+    """What became of one kernel. to_e4m3: it converts by the GPU's instruction. widths: as
+    ``ptx.memory_widths`` counts them. single_bytes: some are loaded from shared memory. wrong:
+    buffers of two swizzles, and WGMMA instructions with a wrong descriptor."""
 
     kernel: str
     stack_bytes: int
@@ -71,6 +72,7 @@ class Report:
     traps: bool
     multiplies: bool
     wgmma: bool
+    to_e4m3: bool
     widths: Counter
     single_bytes: bool
     wrong: list[str]
@@ -147,8 +149,9 @@ def compile_all(
         if wgmma:
             wrong += sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
         sizes = needs.stack_bytes, needs.shared_memory_bytes
-        says = "trap;" in code, "mma" in code, wgmma, ptx.memory_widths(code)
-        reports.append(Report(name, *sizes, *says, "ld.shared.b8" in code, wrong))
+        says = "trap;" in code, "mma" in code, wgmma, "cvt.rn.satfinite.e4m3x2.f32" in code
+        read = ptx.memory_widths(code), "ld.shared.b8" in code
+        reports.append(Report(name, *sizes, *says, *read, wrong))
     return reports
 
 
@@ -192,7 +195,8 @@ def test_kernels_fit_their_chip(chip, shape, compilers):
         assert report.shared_memory_bytes <= budget, report.kernel
         bound = SPILL_BOUND_BYTES.get(shape, 0) * (report.kernel == "decode")
         assert report.stack_bytes <= bound, report.kernel
-    decode = reports[0]
+    decode, _, append = reports
+    assert append.to_e4m3 == ("e4m3" in shape and chip.lowering >= FIRST_WITH_FP8)
     assert decode.multiplies
     # Keys 16 bytes at once, as many stages ahead as of a dense cache; entries of the table.
     widths = sorted(size for kind, size in decode.widths if kind == "cp.async")

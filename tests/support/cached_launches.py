@@ -45,7 +45,8 @@ def sample_launches(
     lengths_of = (indices[0], *indices[3:], floats[3])
     index_names = ("cache_seqlens", "page_table", "cache_batch_idx", *index_names[4:])
     tables = ("rotary_cos", "rotary_sin"), ("rotary_seqlens",), ("k_descale", "v_descale")
-    append_types = [new, new, *2 * (TYPES[appended.cache_dtype],), new, new]
+    written_as = "fp8e4nv" if tile.native_fp8 and appended.cache_dtype == FP8 else stored
+    append_types = [new, new, written_as, written_as, new, new]
     append_types += kinds(index_names, "i32", appended.given)
     append_types += kinds(tables[0], "fp32", appended.given)
     append_types += kinds(tables[1], "i32", appended.given)

@@ -283,7 +283,7 @@ def prepare_append(problem: AppendProblem, tile: CacheTile) -> Callable:
         cos = tensors.rotary_cos
         launch(
             (ceil(max(num_rows_k, num_rows_q) / APPEND_ROWS), 2 * heads_kv + heads_q, 1),
-            _append_tensors(tensors),
+            append_tensors(tensors, tile),
             (
                 *_strides(k, varlen),
                 *_strides(v, varlen),
@@ -331,9 +331,9 @@ def _descale_of(name: str, tensors: AppendTensors) -> tuple[Tensor | None, Tenso
     return given if written is None else written, getattr(tensors, f"{name}_cache")
 
 
-def _append_tensors(tensors: AppendTensors) -> tuple[Tensor | None, ...]:
+def append_tensors(tensors: AppendTensors, tile: CacheTile) -> tuple[Tensor | None, ...]:
     """Those of the kernel, which has one pointer for a descale that is given or written."""
-    caches = map(as_bytes, tensors[2:4])
+    caches = tensors[2:4] if tile.native_fp8 else map(as_bytes, tensors[2:4])
     others = tensors[4 : tensors._fields.index("k_descale")]
     return *tensors[:2], *caches, *others, *(_descale_of(name, tensors)[0] for name in "kv")
 

@@ -15,7 +15,8 @@ def put(target, x, scale, mask, MODE: tl.constexpr):
     """Store x, float32, divided by or times the scales of its rows, in the dtype of the target; or
     measure it. Returns the largest magnitude of each row, of MEASURE alone.
 
-    Numbers of 8 bits, bytes for e4m3, saturate; what is not finite is as in call/eight_bits.py.
+    Numbers of 8 bits saturate; what is not finite is as in call/eight_bits.py. e4m3 are bytes where
+    the GPU does not convert them.
     """
     kind: tl.constexpr = target.dtype.element_ty
     largest = scale * 0.0
@@ -24,7 +25,7 @@ def put(target, x, scale, mask, MODE: tl.constexpr):
         of_others: tl.constexpr = float("inf") if kind == tl.int8 else 0.0
         magnitude = tl.where(magnitude < float("inf"), magnitude, of_others)
         largest = tl.max(tl.where(mask, magnitude, 0.0), 1)
-    elif kind != tl.int8 and kind != tl.uint8:
+    elif kind.primitive_bitwidth > 8:
         tl.store(target, (x / scale[:, None]).to(kind), mask=mask)
     else:
         if MODE == DIVIDE:
@@ -33,11 +34,14 @@ def put(target, x, scale, mask, MODE: tl.constexpr):
             scaled = tl.where(tl.abs(x) < float("inf"), x * scale[:, None], float("nan"))
         bound: tl.constexpr = LARGEST_INT8 if kind == tl.int8 else LARGEST_E4M3
         held = tl.minimum(tl.maximum(scaled, -bound), bound)
+        held = tl.where(scaled == scaled, held, 0.0 if kind == tl.int8 else float("nan"))
         if kind == tl.int8:
-            codes = to_int8(tl.where(scaled == scaled, held, 0.0))
+            codes = to_int8(held).to(kind, bitcast=True)
+        elif kind == tl.uint8:
+            codes = to_e4m3(held)
         else:
-            codes = to_e4m3(tl.where(scaled == scaled, held, float("nan")))
-        tl.store(target, codes.to(kind, bitcast=True), mask=mask)
+            codes = held.to(kind)
+        tl.store(target, codes, mask=mask)
     return largest
 
 
