@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "attention/list_sizes.h"
+#include "attention/tile_scheduler.cuh"
 #include "ptx/mbarrier.cuh"
 #include "tile/fragment.h"
 
@@ -45,6 +46,21 @@ struct MaskLists {
     return tiles + int64_t{min(index, num_tiles - 1)} * kBitTileBytes;
   }
 };
+
+// The work tile of a scheduler index: the longest lists of all heads, then the others of each head
+// as tile_coord orders them. A list of all columns, as that of global tokens, would otherwise be
+// computed alone at the end, when its head is the last. `block` of the result is a rank.
+__host__ __device__ __forceinline__ TileCoord listed_tile(const HeadGroups& heads, int index) {
+  constexpr int kListsOfLong = 32;  // of which one comes first
+  const int num_long = (heads.num_blocks + kListsOfLong - 1) / kListsOfLong;
+  const int rank = index / heads.num_heads;
+  if (rank < num_long) return {rank, index - rank * heads.num_heads};
+  HeadGroups others = heads;
+  others.num_blocks -= num_long;
+  TileCoord coord = tile_coord(others, false, index - num_long * heads.num_heads);
+  coord.block += num_long;
+  return coord;
+}
 
 // The i-th kN columns of a list: blocks that a stage of the pipeline holds together.
 template <int kN>

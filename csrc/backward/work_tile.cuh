@@ -174,7 +174,7 @@ __device__ __forceinline__ Tile describe_work_tile(const Arguments& args, int in
   const HeadGroups& heads = args.scheduler.heads;
   TileCoord coord;
   if constexpr (std::is_same_v<Tile, ListedWorkTile>) {
-    coord = args.deterministic ? wave_tile(heads, index) : find_tile(args.scheduler, index);
+    coord = args.deterministic ? wave_tile(heads, index) : listed_tile(heads, index);
   } else {
     coord = find_tile(args.scheduler, index);
   }

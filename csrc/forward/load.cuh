@@ -93,7 +93,12 @@ class Producer {
   };
 
   __device__ __forceinline__ Load describe(int index) const {
-    const TileCoord coord = find_tile(args_.scheduler, index);
+    TileCoord coord;
+    if constexpr (Traits::kListed) {
+      coord = listed_tile(args_.scheduler.heads, index);
+    } else {
+      coord = find_tile(args_.scheduler, index);
+    }
     int batch_idx = coord.batch_head_idx / args_.num_heads_q;
     int head = coord.batch_head_idx - batch_idx * args_.num_heads_q;
     if constexpr (Traits::kBias) {

@@ -1,5 +1,5 @@
-// attention/mask_lists.cuh: the blocks of work tiles, whatever the lists hold, groups of them, and
-// bits of half a block. The emulations of masks as lists compare those of a block.
+// attention/mask_lists.cuh: the order of work tiles and their blocks, whatever the lists hold, groups
+// of them, and bits of half a block. The emulations of masks as lists compare those of a block.
 #pragma once
 
 #include "../unit.cuh"
@@ -126,7 +126,32 @@ inline void check_half_bits(Result& result) {
   }
 }
 
-static const Tests kTests = {{"attention/mask_lists: blocks", Where::kGpu, check_blocks},
+// Each list once: first the longest of all heads, then those of a group of heads.
+inline void check_order(Result& result) {
+  for (const int num_blocks : {1, 5, 32, 33, 100}) {
+    for (const int last_group : {1, 3}) {
+      const HeadGroups heads{num_blocks, 7, 2, last_group};
+      const int num_long = (num_blocks + 31) / 32;
+      std::vector<int> visits(num_blocks * heads.num_heads);
+      int previous_group = 0;
+      for (int index = 0; index < num_blocks * heads.num_heads; ++index) {
+        const TileCoord tile = listed_tile(heads, index);
+        ++visits[tile.block * heads.num_heads + tile.batch_head_idx];
+        if (index < num_long * heads.num_heads) {
+          result.equal(index / heads.num_heads, tile.block, "rank of a long list", index);
+          continue;
+        }
+        const int group = std::min(tile.batch_head_idx, heads.num_heads - last_group) / 2;
+        result.equal(1, group >= previous_group, "groups in order", index);
+        previous_group = group;
+      }
+      for (const int visited : visits) result.equal(1, visited, "visits");
+    }
+  }
+}
+
+static const Tests kTests = {{"attention/mask_lists: order", Where::kHost, check_order},
+                             {"attention/mask_lists: blocks", Where::kGpu, check_blocks},
                              {"attention/mask_lists: groups", Where::kGpu, check_groups},
                              {"attention/mask_lists: half bits", Where::kGpu, check_half_bits}};
 
