@@ -2,6 +2,8 @@
 // (C++20), so all members are public and the type is an aggregate.
 #pragma once
 
+#include <algorithm>
+
 #include "ptx/element.h"
 
 namespace flashattn3::decode {
@@ -34,16 +36,15 @@ constexpr bool has_one_kernel(const Config& config) {
 constexpr bool plain_has_window(int head_dim) { return head_dim == 64; }
 
 // Warp kernels (warp_kernel.cuh; DecodeConfig has the same in Python): warps of a CTA; the most
-// sequences, a lane of a warp for each, and packed rows; keys of a KV block, 4 KB of K and of V.
+// sequences, a lane of a warp for each, and packed rows; keys of a KV block, 4 KB of K and of V at
+// most: a lane finds the place of one.
 constexpr int kWarpKernelWarps = 8;
 // A warpgroup more, one warp of which counts the CTAs: setmaxnreg is for whole warpgroups.
 constexpr int kWarpKernelThreads = 32 * (kWarpKernelWarps + 4);
 constexpr int kWarpKernelBatch = 32;
-constexpr int warp_kernel_rows(const Config& config) {
-  return config.head_dim <= 128 && !has_bytes(config) ? 16 : 8;
-}
+constexpr int warp_kernel_rows(const Config& config) { return config.head_dim <= 128 ? 16 : 8; }
 constexpr int warp_block_n(const Config& config) {
-  return (has_bytes(config) ? 4096 : 2048) / config.head_dim;
+  return std::min(32, (has_bytes(config) ? 4096 : 2048) / config.head_dim);
 }
 
 constexpr int kBlockM = 64;  // packed query rows of a work tile

@@ -27,26 +27,26 @@ namespace flashattn3::decode {
 // Barriers. results_full: 1 per loading warp, after it has stored its results of a part; those
 // warps wait. A buffer is free again once a warp has seen the barrier of the next part: all have
 // added the results in it by then.
-template <Config kConfig>
+template <Config kConfig, int kRowTiles>
 struct WarpShareStorage {
-  static constexpr int kWarps = WarpShareTraits<kConfig>::kWarps;
+  using Traits = WarpShareTraits<kConfig, kRowTiles>;
   SharedStorageOf<kConfig> share;
   Barrier results_full[2];
-  WarpResults<WarpShareTraits<kConfig>> results[2];
+  WarpResults<Traits> results[2];
   // The parts that the results belong to. One is written while slower warps add the last but two.
   PendingPart parts[4];
 
   // Called by one thread, before the CTA's first __syncthreads.
   __device__ __forceinline__ void init() {
     share.init();
-    for (Barrier& barrier : results_full) barrier.init(kWarps * kArrivalsPerWarp);
+    for (Barrier& barrier : results_full) barrier.init(Traits::kWarps * kArrivalsPerWarp);
   }
 };
 
-template <Config kConfig>
+template <Config kConfig, int kRowTiles>
 class WarpShareKernel {
-  using Traits = WarpShareTraits<kConfig>;
-  using Storage = WarpShareStorage<kConfig>;
+  using Traits = WarpShareTraits<kConfig, kRowTiles>;
+  using Storage = WarpShareStorage<kConfig, kRowTiles>;
   static constexpr int kWarps = Traits::kWarps;
 
  public:
@@ -110,7 +110,7 @@ class WarpShareKernel {
     bool more = begin(parts, mainloop, 0, next_turn, work);
     for (; more; ++count) {
       typename ByteMainloop<Traits>::Out o;
-      RowStats row[Traits::kRowTiles];
+      RowStats row[kRowTiles];
       const int turn = work.turn;
       mainloop.widen_q();
       mainloop.attend(o, row, PackedTile::of(args_, parts.sequence(), work.part), parts.sequence(),
@@ -164,8 +164,10 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     warp_share_kernel(const __grid_constant__ Arguments args) {
   constexpr Config kConfig = Traits::kConfig;
+  constexpr int kRowTiles = Traits::kRowTiles;
   extern __shared__ __align__(1024) uint8_t shared[];
-  WarpShareKernel<kConfig>(args, *reinterpret_cast<WarpShareStorage<kConfig>*>(shared)).run();
+  auto& storage = *reinterpret_cast<WarpShareStorage<kConfig, kRowTiles>*>(shared);
+  WarpShareKernel<kConfig, kRowTiles>(args, storage).run();
 }
 
 }  // namespace flashattn3::decode

@@ -45,16 +45,13 @@ constexpr bool has_warp_shares(const Config& config) {
 }
 // The config whose shares of the work, queue of parts and memory of parts it has: the loading warps
 // are the consumers. Registers bound their number.
-constexpr Config of_warp_shares(Config config) {
-  config.num_consumers = config.head_dim <= 128 ? 3 : 2;
+constexpr Config of_warp_shares(Config config, int row_tiles) {
+  config.num_consumers = config.head_dim * row_tiles <= 128 ? 3 : 2;
   return config;
 }
 
-// Keys of a KV block: a lane finds the place of one.
-constexpr int share_block_n(const Config& config) { return std::min(32, warp_block_n(config)); }
-
-template <Config kTheConfig>
-struct WarpShareTraits : WarpTraits<kTheConfig, 1, Pages::kAny, false> {
+template <Config kTheConfig, int kTheRowTiles>
+struct WarpShareTraits : WarpTraits<kTheConfig, kTheRowTiles, Pages::kAny, false> {
   static constexpr Config kConfig = kTheConfig;
   static constexpr int kConsumers = kConfig.num_consumers;
   static constexpr int kWarps = 4 * kConsumers;
@@ -63,7 +60,7 @@ struct WarpShareTraits : WarpTraits<kTheConfig, 1, Pages::kAny, false> {
   static constexpr int kRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kControlRegisters = 512 - kConsumers * kRegisters;
   static constexpr int kOutRegisters = 0;  // O is stored by rows
-  static constexpr int kBlockN = share_block_n(kConfig);
+  static constexpr int kBlockN = warp_block_n(kConfig);
   static constexpr int kBlocksOfUnit = kConfig.block_n / kBlockN;
   static_assert(kConfig.block_n % kBlockN == 0);
 };

@@ -36,7 +36,7 @@ LaunchSize decode_size(const char* name, const DecodeParams& params) {
   }
   const bool of_shares = uses_warp_shares(params, kConfig);
   const DecodeGrid grid =
-      DecodeGrid::of(params, of_shares ? decode::of_warp_shares(kConfig) : kConfig);
+      DecodeGrid::of(params, of_shares ? config_of_shares(params, kConfig) : kConfig);
   const int64_t of_parts =
       grid.whole_tiles && !kConfig.spans ? 0 : grid.workspace_bytes(params.head_dim_v);
   return {.num_ctas = grid.num_ctas,
@@ -85,15 +85,17 @@ void launch_warp_kernel(const char* name, const DecodeParams& params, cudaStream
 // Enqueues the warp kernel of equal shares.
 template <decode::Config kConfig>
 void launch_warp_shares(const char* name, const DecodeParams& params, cudaStream_t stream) {
-  constexpr decode::Config kOfShares = decode::of_warp_shares(kConfig);
-  using Traits = decode::WarpShareTraits<kOfShares>;
-  constexpr auto kKernel = &decode::warp_share_kernel<Traits>;
-  constexpr int kSharedBytes = sizeof(decode::WarpShareStorage<kOfShares>);
-  const DecodeGrid grid = DecodeGrid::of(params, kOfShares);
-  allow_shared_memory<kKernel>(kSharedBytes);
-  launch_kernel(name, "", kKernel,
-                {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
-                params.pdl, arguments_of<kConfig>(params, grid, Traits::kBlockN));
+  with_row_tiles<kConfig>(params, [&]<int kRowTiles>() {
+    constexpr decode::Config kOfShares = decode::of_warp_shares(kConfig, kRowTiles);
+    using Traits = decode::WarpShareTraits<kOfShares, kRowTiles>;
+    constexpr auto kKernel = &decode::warp_share_kernel<Traits>;
+    constexpr int kSharedBytes = sizeof(decode::WarpShareStorage<kOfShares, kRowTiles>);
+    const DecodeGrid grid = DecodeGrid::of(params, kOfShares);
+    allow_shared_memory<kKernel>(kSharedBytes);
+    launch_kernel(name, "", kKernel,
+                  {static_cast<unsigned>(grid.num_ctas), Traits::kThreads, kSharedBytes}, stream,
+                  params.pdl, arguments_of<kConfig>(params, grid, Traits::kBlockN));
+  });
 }
 
 // Enqueues the kernel asynchronously. name: of the kernel config. Throws std::runtime_error for a

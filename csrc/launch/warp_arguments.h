@@ -29,6 +29,9 @@ inline int64_t warp_rows(const DecodeParams& params) {
   return int64_t{params.seqlen_q} * (params.num_heads_q / params.num_heads_kv);
 }
 
+// Row tiles of a warp kernel: of 8 packed rows.
+inline int warp_row_tiles(const DecodeParams& params) { return warp_rows(params) > 8 ? 2 : 1; }
+
 // Returns whether the distance of neighbouring tokens fits where the warps of a cache of 8 bits
 // have it.
 inline bool has_near_tokens(const DecodeParams& params) {
@@ -42,6 +45,10 @@ inline bool uses_warp_shares(const DecodeParams& params, const decode::Config& c
          warp_rows(params) <= decode::warp_kernel_rows(config);
 }
 
+inline decode::Config config_of_shares(const DecodeParams& params, const decode::Config& config) {
+  return decode::of_warp_shares(config, warp_row_tiles(params));
+}
+
 // Returns whether a call runs on a warp kernel: one sequence, or several in dense caches. Half of
 // the CTAs at least can go where the keys are, however unequal the sequences: half of the SMs draw
 // nearly all of the bandwidth. With whole_tiles none does: a row's bits must not depend on the
@@ -49,7 +56,6 @@ inline bool uses_warp_shares(const DecodeParams& params, const decode::Config& c
 inline bool uses_warp_kernel(const DecodeParams& params, const decode::Config& config) {
   if (params.whole_tiles || params.cu_seqlens_q != nullptr) return false;
   if (warp_rows(params) > decode::warp_kernel_rows(config)) return false;
-  if (decode::warp_block_n(config) > 32) return false;  // a lane finds the place of one key
   if (decode::has_bytes(config) && !has_near_tokens(params)) return false;
   const bool one = params.batch == 1;
   if (!one && (params.batch > decode::kWarpKernelBatch || params.page_size > 0)) return false;
@@ -105,6 +111,15 @@ decode::Arguments make_warp_arguments(const DecodeParams& params, const DecodeGr
   return args;
 }
 
+// Calls call.operator()<row tiles>() with the row tiles of a call that a warp kernel takes.
+template <decode::Config kConfig, class Call>
+void with_row_tiles(const DecodeParams& params, Call&& call) {
+  if constexpr (decode::warp_kernel_rows(kConfig) > 8) {
+    if (warp_row_tiles(params) > 1) return call.template operator()<2>();
+  }
+  call.template operator()<1>();
+}
+
 // Calls call(WarpTraits()) with those of the warp kernel that takes the call.
 template <decode::Config kConfig, int kRowTiles, class Call>
 void with_warp_traits_of_rows(const DecodeParams& params, Call&& call) {
@@ -127,12 +142,8 @@ void with_warp_traits_of_rows(const DecodeParams& params, Call&& call) {
 }
 template <decode::Config kConfig, class Call>
 void with_warp_traits(const DecodeParams& params, Call&& call) {
-  if constexpr (decode::warp_kernel_rows(kConfig) > 8) {
-    if (warp_grid(params, kConfig).partial_rows > 8) {
-      return with_warp_traits_of_rows<kConfig, 2>(params, call);
-    }
-  }
-  with_warp_traits_of_rows<kConfig, 1>(params, call);
+  with_row_tiles<kConfig>(
+      params, [&]<int kRowTiles>() { with_warp_traits_of_rows<kConfig, kRowTiles>(params, call); });
 }
 
 }  // namespace flashattn3

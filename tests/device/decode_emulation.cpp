@@ -84,20 +84,25 @@ struct Launch {
 
   template <decode::Config kConfig>
   static Launch of_warp_shares(const DecodeParams& params) {
-    constexpr decode::Config kOfShares = decode::of_warp_shares(kConfig);
-    const DecodeGrid grid = DecodeGrid::of(params, kOfShares);
-    return {.kernel = &warp_shares_of<kConfig>,
-            .num_ctas = grid.num_ctas,
-            .num_threads = decode::WarpShareTraits<kOfShares>::kThreads,
-            .shared_bytes = sizeof(decode::WarpShareStorage<kOfShares>),
-            .workspace_bytes = grid.workspace_bytes(params.head_dim_v)};
+    Launch launch;
+    with_row_tiles<kConfig>(params, [&]<int kRowTiles>() {
+      constexpr decode::Config kOfShares = decode::of_warp_shares(kConfig, kRowTiles);
+      const DecodeGrid grid = DecodeGrid::of(params, kOfShares);
+      launch = {.kernel = &warp_shares_of<kConfig, kRowTiles>,
+                .num_ctas = grid.num_ctas,
+                .num_threads = decode::WarpShareTraits<kOfShares, kRowTiles>::kThreads,
+                .shared_bytes = sizeof(decode::WarpShareStorage<kOfShares, kRowTiles>),
+                .workspace_bytes = grid.workspace_bytes(params.head_dim_v)};
+    });
+    return launch;
   }
 
-  template <decode::Config kConfig>
+  template <decode::Config kConfig, int kRowTiles>
   static std::function<void()> warp_shares_of(const DecodeParams& params) {
-    using Traits = decode::WarpShareTraits<decode::of_warp_shares(kConfig)>;
-    const auto args = arguments_of<kConfig>(params, DecodeGrid::of(params, Traits::kConfig),
-                                            decode::share_block_n(kConfig));
+    constexpr decode::Config kOfShares = decode::of_warp_shares(kConfig, kRowTiles);
+    using Traits = decode::WarpShareTraits<kOfShares, kRowTiles>;
+    const auto args =
+        arguments_of<kConfig>(params, DecodeGrid::of(params, kOfShares), Traits::kBlockN);
     return [args] { decode::warp_share_kernel<Traits>(args); };
   }
 

@@ -165,12 +165,12 @@ class DecodeConfig(NamedTuple):
     @property
     def warp_kernel_rows(self) -> int:
         """The most packed rows of a call that a warp kernel takes."""
-        return 16 if self.head_dim <= 128 and not self.num_byte_tiles else 8
+        return 16 if self.head_dim <= 128 else 8
 
     @property
     def warp_block_n(self) -> int:
         """Keys of a KV block of a warp kernel."""
-        return (4096 if self.num_byte_tiles else 2048) // self.head_dim
+        return min(32, (4096 if self.num_byte_tiles else 2048) // self.head_dim)
 
 
 def _dims(config: ForwardConfig | BackwardConfig) -> str:

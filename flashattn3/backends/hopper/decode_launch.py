@@ -222,8 +222,7 @@ class DecodeLaunch:
 
     def _describe_warps(self) -> dict[str, object]:
         """Describe the warp kernel of the config, in place of its decode kernel."""
-        rows = self.kernel_config.warp_kernel_rows
-        keys = min(32, self.kernel_config.warp_block_n)  # a lane finds the place of one
+        rows, keys = self.kernel_config.warp_kernel_rows, self.kernel_config.warp_block_n
         of_many = ", or, of many work tiles, in equal shares"
         return {
             "tile": f"up to {rows} packed rows x {keys} keys of a warp",
