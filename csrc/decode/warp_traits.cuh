@@ -16,6 +16,12 @@ enum class Pages {
   kAny      // the arguments say it
 };
 
+// Registers of a warp of each warpgroup at the launch. setmaxnreg divides them anew: warps would
+// wait for more for ever.
+constexpr int launch_registers(int num_threads) {
+  return num_threads / 128 * (65536 / num_threads / 8 * 8);
+}
+
 // kTheRowTiles: of 8 packed rows. kIsPlain: of the kernel for plain calls alone (arguments.h).
 template <Config kConfig, int kTheRowTiles, Pages kThePages, bool kIsPlain>
 struct WarpTraits {
@@ -30,13 +36,10 @@ struct WarpTraits {
   static constexpr int kVecs = kHeadDim / 8;       // vectors of eight elements of a row
   static constexpr int kWarps = kWarpKernelWarps;  // that load and multiply
   static constexpr int kThreads = kWarpKernelThreads;
-  // setmaxnreg: multiples of 8; their sum is at most the launch allocation.
   static constexpr int kRegisters = 240;
-  static constexpr int kControlRegisters = 24;
+  static constexpr int kControlRegisters = launch_registers(kThreads) - kWarps / 4 * kRegisters;
 
-  static_assert(kBlockN % 8 == 0);
-  static_assert(32 * kWarps * kRegisters + (kThreads - 32 * kWarps) * kControlRegisters <=
-                kThreads * (65536 / kThreads / 8 * 8));
+  static_assert(kBlockN % 8 == 0 && kControlRegisters >= 24);
 };
 
 // The warp kernel of equal shares (warp_share_kernel.cuh), for a cache of 8 bits.
@@ -56,13 +59,12 @@ struct WarpShareTraits : WarpTraits<kTheConfig, kTheRowTiles, Pages::kAny, false
   static constexpr int kConsumers = kConfig.num_consumers;
   static constexpr int kWarps = 4 * kConsumers;
   static constexpr int kThreads = num_threads(kConfig);
-  // setmaxnreg: their sum is 512, the registers of a lane of each warp of an SM.
-  static constexpr int kRegisters = kConsumers == 3 ? 160 : 240;
-  static constexpr int kControlRegisters = 512 - kConsumers * kRegisters;
+  static constexpr int kRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kControlRegisters = launch_registers(kThreads) - kConsumers * kRegisters;
   static constexpr int kOutRegisters = 0;  // O is stored by rows
   static constexpr int kBlockN = warp_block_n(kConfig);
   static constexpr int kBlocksOfUnit = kConfig.block_n / kBlockN;
-  static_assert(kConfig.block_n % kBlockN == 0);
+  static_assert(kConfig.block_n % kBlockN == 0 && kControlRegisters >= 24);
 };
 
 }  // namespace flashattn3::decode
