@@ -1,5 +1,6 @@
-// attention/mask_lists.cuh: the order of work tiles and their blocks, whatever the lists hold, groups
-// of them, and bits of half a block. The emulations of masks as lists compare those of a block.
+// attention/mask_lists.cuh: the order of work tiles and their blocks, whatever the lists hold,
+// groups of them, and bits of half a block. The emulations of masks as lists compare those of a
+// block.
 #pragma once
 
 #include "../unit.cuh"
