@@ -349,26 +349,3 @@ def test_a_tensor_that_is_not_aligned_takes_tritons_own_specialization(monkeypat
     for tensor in (UNALIGNED, ALIGNED, ALIGNED, UNALIGNED, ALIGNED):
         run(tensor)
     assert [x == "started" for x in launched] == [False, False, True, False, True]
-
-
-@pytest.mark.parametrize("hook", [None, "launch_enter_hook", "launch_exit_hook"])
-def test_a_started_kernel_is_launched_as_triton_does(hook, monkeypatch):
-    """With a hook of a profiler by Triton itself, which calls it."""
-    calls = []
-
-    class Compiled(SimpleNamespace):
-        def __getitem__(self, grid):
-            return lambda *arguments: calls.append(("by Triton", grid, arguments))
-
-    compiled = Compiled(run=lambda *given: calls.append(given), function=7, packed_metadata=(8,))
-    active = SimpleNamespace(get_current_stream=lambda i: 100 + i)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    start = launch.starter(compiled)
-    if hook is not None:
-        chain = getattr(triton.knobs.runtime, hook)
-        monkeypatch.setattr(chain, "calls", [lambda _: None])
-    start((2, 3, 4), 5, None)
-    by_triton = "by Triton", (2, 3, 4), (5, None)
-    alone = 2, 3, 4, 101, 7, (8,), None, None, None, 5, None
-    assert calls == [alone if hook is None else by_triton]

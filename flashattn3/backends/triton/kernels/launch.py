@@ -9,6 +9,7 @@ addresses is launched directly.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -44,7 +45,7 @@ def starter(compiled: CompiledKernel) -> Callable[..., None]:
     of profilers with a description of the launch also where there are no hooks. A kernel is
     compiled in a process that has initialised CUDA, so torch's check of that is left out too.
     """
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    run, fixed, is_tuple = _without_scratch(compiled)
     device_of, stream_of = torch._C._cuda_getDevice, driver.active.get_current_stream
     runtime = knobs.runtime
 
@@ -52,11 +53,36 @@ def starter(compiled: CompiledKernel) -> Callable[..., None]:
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if getattr(enter, "calls", True) or getattr(leave, "calls", True):
             compiled[grid](*arguments)
+        elif is_tuple:
+            run(*grid, stream_of(device_of()), *fixed, arguments)
         else:
-            stream = stream_of(device_of())
-            run(*grid, stream, function, metadata, None, None, None, *arguments)
+            run(*grid, stream_of(device_of()), *fixed, *arguments)
 
     return start
+
+
+def _without_scratch(compiled: CompiledKernel) -> tuple[Callable, tuple, bool]:
+    """A function that launches the kernel, its arguments behind the grid and the stream, and
+    whether those of the kernel follow as one tuple.
+
+    It is the one in C that Triton's launcher calls, because the launcher's preparations, which are
+    written in Python, give a kernel without scratch memory the same in every launch; or else the
+    launcher. What the launcher passes differs between Triton's versions, so it is asked once, with
+    objects that nothing can compute with in place of what differs between launches.
+    """
+    run, handles = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    passed: list[object] = []
+    try:
+        asked, launch = copy(run), run.launch
+        asked.launch = lambda *found: passed.extend(found)
+        *first, a, b = (object() for _ in range(6))
+        asked(*first, *handles, a, b)
+    except (AttributeError, TypeError):
+        return run, handles, False
+    is_tuple = passed[-1:] == [(a, b)]
+    if passed[:4] != first or not (is_tuple or passed[-2:] == [a, b]):
+        return run, handles, False
+    return launch, tuple(passed[4 : -1 if is_tuple else -2]), is_tuple
 
 
 @dataclass
