@@ -173,7 +173,7 @@ MASKS = {
     "blocks": (42, lambda: masks.blocks(SEEN[None, None, :8, :8], 128, 128, seqlen_q=1024)),
     "from_bool": (42, lambda: masks.from_bool(SEEN)),
     "tree": (41, lambda: masks.tree(PARENTS)),
-    "from_block_mask": (53, lambda: masks.from_block_mask(BLOCK_MASK)),
+    "from_block_mask": (46, lambda: masks.from_block_mask(BLOCK_MASK)),
 }
 
 

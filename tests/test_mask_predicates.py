@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flashattn3 import masks
-from flashattn3.masks import known_code, triton_lists
+from flashattn3.masks import conversions, known_code, triton_lists
 from flashattn3.masks.known_code import known_code_of
 from flashattn3.masks.predicates import code_of
 
@@ -244,3 +244,92 @@ def test_numbers_of_blocks_reach_the_kernels_as_int32(block_size, monkeypatch):
     found = masks.from_block_mask(block_mask)
     assert received == [torch.int32] * 4
     assert torch.equal(found.to_bool(), masks.from_block_mask(given).to_bool())
+
+
+def documents_of(ids, limit):
+    return lambda b, h, q, k: (ids[q] == ids[k]) & (k < limit)
+
+
+# Block masks that differ in one property: changes of what is passed, or of the lists, to ``alike``.
+ALIKE = {
+    "the same": {},
+    "other values": {"ids": IDS.flip(0).contiguous()},
+    "more elements": {"ids": torch.arange(90, device=DEVICE) // 9},
+    "another dtype": {"ids": IDS.int()},
+    "strided": {"ids": torch.stack([IDS, IDS], 1)[:, 0]},
+    "another number": {"limit": 20},
+    "a bool": {"limit": True},
+    "another body": {"body": lambda ids, limit: lambda b, h, q, k: ids[q] == limit},
+    "another batch": {"sizes": (2, 2, 60, 50)},
+    "other heads": {"sizes": (1, 3, 60, 50)},
+    "fewer queries": {"sizes": (1, 2, 59, 50)},
+    "fewer keys": {"sizes": (1, 2, 60, 49)},
+    "larger blocks": {"block_size": (256, 128)},
+    "smaller blocks": {"block_size": 16},
+    "no full blocks": {"lists": lambda counts, indices, *_: (counts, indices, None, None)},
+    "int64": {"lists": lambda *lists: [x.long() for x in lists]},
+    "strided lists": {"lists": lambda *lists: [torch.stack([x, x], -1)[..., 0] for x in lists]},
+}
+NEW = "strided", "smaller blocks", "int64", "strided lists"  # in every call
+
+
+def alike(ids=IDS, limit=40, sizes=(1, 2, 60, 50), block_size=128, body=documents_of, lists=None):
+    mask_mod = body(ids, limit)
+    given = create_block_mask(mask_mod, *sizes, device=DEVICE, BLOCK_SIZE=block_size)
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    of = [getattr(given, name) for name in names]
+    if lists is not None:
+        of = lists(*of)
+    options = {"BLOCK_SIZE": block_size, "mask_mod": mask_mod, "seq_lengths": sizes[2:]}
+    return BlockMask.from_kv_blocks(*of, **options)
+
+
+def test_a_block_mask_is_its_own_whatever_came_before(monkeypatch):
+    """One like an earlier one takes its launches, of others nothing is taken, and each has the
+    kernel, its tensors and its numbers as if there had been no other."""
+    launched, built, build = [], [], conversions._lists_by_kernels
+
+    def passed(block_mask):
+        """What the kernel of mask_mod gets, and the shapes of the mask."""
+        launched.clear()
+        found = masks.from_block_mask(block_mask)
+        (about, (grid, tensors, strides, numbers)) = launched[0]
+        *tensors, words = tensors
+        values = [x if x is None else (x.tolist(), x.dtype) for x in tensors]
+        shapes = found.shape, [x.shape for x in (words, *found.tensors)]
+        return about, grid, values, strides, numbers, shapes
+
+    def launch_of_code(*about):
+        return lambda *of: launched.append((about, of))
+
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    monkeypatch.setattr(triton_lists, "_launch", lambda *_, **about: lambda *of: of[1][-1].zero_())
+    monkeypatch.setattr(triton_lists, "_launch_of_code", launch_of_code)
+    monkeypatch.setattr(triton_lists, "_list_launches", lambda *_: (lambda *of: None,) * 2)
+    monkeypatch.setattr(
+        conversions, "_lists_by_kernels", lambda *of: (built.append(of), build(*of))[1]
+    )
+    block_masks, wanted = {name: alike(**about) for name, about in ALIKE.items()}, {}
+    for name, block_mask in block_masks.items():
+        conversions._known.clear()
+        wanted[name] = passed(block_mask)
+    assert len({str(x) for x in wanted.values()}) == len(ALIKE) - 2  # lists become the same
+    conversions._known.clear()
+    for known, names in ((False, [*ALIKE]), (True, [*reversed(ALIKE)])):
+        for name in names:
+            built.clear()
+            assert passed(block_masks[name]) == wanted[name], name
+            assert len(built) == (name in NEW or not (known or name == "other values")), name
+
+
+def test_a_known_block_mask_depends_on_the_default_dtype(monkeypatch):
+    """An integer beside a float is computed in it."""
+    monkeypatch.setattr(triton_lists, "serve", lambda device: True)
+    block_mask = alike(body=lambda ids, limit: lambda b, h, q, k: HEIGHT[q] > k * 0.1)
+    masks.from_block_mask(block_mask)
+    assert conversions._lists_like_before(block_mask) is not None
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert conversions._lists_like_before(block_mask) is None
+    finally:
+        torch.set_default_dtype(torch.float32)

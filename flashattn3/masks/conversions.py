@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from .arguments import checked_tensor, without_copies
 from .block_lists import BlockLists, Grid
 from .captured import captured_tensors
 from .construction import MOST_SCORES, of_block_predicate, of_predicate
-from .known_code import known_code_of
+from .known_code import MOST, key_of, known_code_of, places_of
 from .mask import Mask
 from .predicates import Code
 
@@ -62,12 +63,15 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     Raises: TypeError: block_mask is no BlockMask. ValueError: its mask_mod reads a tensor on
         another device, or it has fewer blocks than its seq_lengths need, as a part of it may.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    if not isinstance(block_mask, BlockMask):
+    if not isinstance(block_mask, _block_mask_type()):
         wanted = "a BlockMask of torch.nn.attention.flex_attention"
         raise type_error(function, "block_mask", wanted, shown(block_mask))
     indices = block_mask.kv_indices
+    by_kernels = triton_lists.serve(indices.device)
+    if by_kernels:
+        lists = _lists_like_before(block_mask)
+        if lists is not None:
+            return Mask(*lists, *block_mask.seq_lengths)
     if indices.ndim != 4:
         name = "block_mask.kv_indices.shape"
         raise value_error(function, name, "of four axes", tuple(indices.shape))
@@ -79,7 +83,7 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
             wanted = f"at least {needed}, the blocks of {size} tokens in block_mask.seq_lengths"
             raise value_error(function, name, wanted, indices.shape[axis])
     grid = Grid(*indices.shape[:2], queries, keys)
-    by_kernels = triton_lists.serve(indices.device) and 0 < grid.num_scores <= MOST_SCORES
+    by_kernels = by_kernels and 0 < grid.num_scores <= MOST_SCORES
     # Code reads tensors of the device alone.
     code = known_code_of(block_mask.mask_mod, indices.device) if by_kernels else None
     if code is None:
@@ -101,6 +105,49 @@ def from_block_mask(block_mask: BlockMask, function: str = "masks.from_block_mas
     return of_block_predicate(grid, visible, partial | full, full, block_q, block_k, (None, None))
 
 
+@cache
+def _block_mask_type() -> type:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    return BlockMask
+
+
+# The builds of block masks which differ in no more than the values of tensors, and the places of
+# their tensors among the variables of mask_mod.
+_known: dict[tuple, tuple[triton_lists.BitsBuild, tuple[int, ...]]] = {}
+
+
+def _key_of(block_mask: BlockMask) -> tuple[tuple | None, list]:
+    """That of a build, and what ``key_of`` gives with it. None if tensors are copied first."""
+    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
+    full_counts, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    is_partial = full_counts is None
+    for x in (counts, indices) if is_partial else (counts, indices, full_counts, full_indices):
+        if not _is_plain(x):
+            return None, []
+    key, variables = key_of(block_mask.mask_mod)
+    if key is None:
+        return None, []
+    sizes = *block_mask.seq_lengths, *block_mask.BLOCK_SIZE
+    return (key, sizes, indices.shape, indices.device, is_partial), variables
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype is torch.int32 and x.is_contiguous()
+
+
+def _lists_like_before(block_mask: BlockMask) -> tuple[BlockLists, BlockLists] | None:
+    """None for a block mask whose build is not known."""
+    key, variables = _key_of(block_mask)
+    known = _known.get(key)
+    if known is None:
+        return None
+    build, places = known
+    of_blocks = block_mask.kv_num_blocks, block_mask.kv_indices
+    of_blocks += block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    return build((*[variables[i] for i in places], *of_blocks))
+
+
 def _lists_by_kernels(
     block_mask: BlockMask, grid: Grid, code: Code | None
 ) -> tuple[BlockLists, BlockLists]:
@@ -108,12 +155,15 @@ def _lists_by_kernels(
     given = block_mask.kv_num_blocks, block_mask.kv_indices
     given += block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     # BlockMask.from_kv_blocks takes int64 too.
-    given = [
-        x if x is None or (x.dtype == torch.int32 and x.is_contiguous()) else x.int().contiguous()
-        for x in given
-    ]
+    given = [x if x is None or _is_plain(x) else x.int().contiguous() for x in given]
     lists = triton_lists.BlockMaskLists(*given, *block_mask.BLOCK_SIZE)
     if code is not None:
+        key, variables = _key_of(block_mask)
+        places = places_of(code, variables) if key is not None and lists.is_whole else None
+        if places is not None:
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[key] = triton_lists.build_of_code(grid, code, lists, (None, None)), places
         return triton_lists.of_code(grid, code, lists, (None, None))
     from torch.nn.attention.flex_attention import create_mask
 

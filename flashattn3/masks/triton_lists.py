@@ -181,7 +181,8 @@ def of_bools(
         strides = visible.stride()[:3]
     types = visible is None, of_blocks if of_blocks is None else of_blocks.dtype
     launch = _launch("bits_kernel", types, device.index, FULL=full, WHOLE=whole)
-    return _of_bits(launch, grid, (visible, of_blocks), strides, numbers, device, most_partial)
+    build = _bits_build(launch, grid, numbers, device, most_partial)
+    return build((visible, of_blocks), strides)
 
 
 def of_code(
@@ -191,19 +192,34 @@ def of_code(
     most_partial: tuple[int | None, int | None],
 ) -> tuple[BlockLists, BlockLists]:
     """The same of a mask_mod, computed in partial blocks of a block mask, or in all."""
-    lines, seen, tensors, numbers = code
-    of_blocks, about = (None,) * 4, (8, 8, 0, 0)
+    of_blocks = (None,) * 4
     if block_mask is not None:
-        *of_blocks, block_q, block_k = block_mask
-        about = block_q, block_k, *block_mask.indices.shape[2:]
+        of_blocks = block_mask[:4]
         if not block_mask.is_whole:
             of_blocks = None, block_mask.blocks().kinds, None, None
+    build = build_of_code(grid, code, block_mask, most_partial)
+    return build((*code.tensors, *of_blocks))
+
+
+def build_of_code(
+    grid: Grid,
+    code: Code,
+    block_mask: BlockMaskLists | None,
+    most_partial: tuple[int | None, int | None],
+) -> BitsBuild:
+    """That of codes and block masks which differ in no more than the values of tensors. It takes
+    those of the code and, of a block mask that ``is_whole``, its first four."""
+    lines, seen, tensors, numbers = code
+    given, about = (True,) * 4, (8, 8, 0, 0)
+    if block_mask is not None:
+        about = block_mask.block_q, block_mask.block_k, *block_mask.indices.shape[2:]
+        given = True, False, True, True
+        if block_mask.is_whole:
+            given = tuple([x is None for x in block_mask[:4]])
     device = (tensors[0] if block_mask is None else block_mask.indices).device
     types = tuple([x.dtype for x in tensors])
-    given = tuple([x is None for x in of_blocks])
     launch = _launch_of_code(lines, seen, types, len(numbers), given, device.index)
-    given = *tensors, *of_blocks
-    return _of_bits(launch, grid, given, (), (*about, *numbers), device, most_partial)
+    return _bits_build(launch, grid, (*about, *numbers), device, most_partial)
 
 
 def of_tree(grid: Grid, parents: Tensor) -> tuple[BlockLists, BlockLists]:
@@ -214,28 +230,38 @@ def of_tree(grid: Grid, parents: Tensor) -> tuple[BlockLists, BlockLists]:
     programs = grid.shape[2], grid.batch, 1
     _on_device(device, launch, programs, (parents, ancestors), (), (grid.rows,))
     launch = _launch("tree_kernel", None, device.index)
-    return _of_bits(launch, grid, (ancestors,), (), (), device, (None, None))
+    return _bits_build(launch, grid, (), device, (None, None))((ancestors,))
 
 
-def _of_bits(
-    launch: VariableLaunch,
-    grid: Grid,
-    tensors: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
-    numbers: tuple[int, ...],
-    device: torch.device,
-    most_partial: tuple[int | None, int | None],
-) -> tuple[BlockLists, BlockLists]:
-    """The lists of what a kernel like ``bits_kernel`` finds."""
-    sizes = _sizes_of(grid, most_partial)
-    words = torch.empty(sizes.words, dtype=torch.int64, device=device)
-    numbers = grid.heads, grid.rows, grid.columns, *numbers
+class BitsBuild(NamedTuple):
+    """The lists of what a kernel like ``bits_kernel`` finds in tensors on a device."""
 
-    def build() -> tuple[BlockLists, BlockLists]:
+    launch: VariableLaunch
+    sizes: _Sizes
+    numbers: tuple[int, ...]
+    device: torch.device
+
+    def __call__(
+        self, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...] = ()
+    ) -> tuple[BlockLists, BlockLists]:
+        return _on_device(self.device, self._lists, tensors, strides)
+
+    def _lists(self, tensors, strides):
+        launch, sizes, numbers, device = self
+        words = torch.empty(sizes.words, dtype=torch.int64, device=device)
         launch(sizes.pairs, (*tensors, words), strides, numbers)
         return _listed(sizes, "bits", (words, None, None), False, (0, 0, 0, 0), device)
 
-    return _on_device(device, build)
+
+def _bits_build(
+    launch: VariableLaunch,
+    grid: Grid,
+    numbers: tuple[int, ...],
+    device: torch.device,
+    most_partial: tuple[int | None, int | None],
+) -> BitsBuild:
+    numbers = grid.heads, grid.rows, grid.columns, *numbers
+    return BitsBuild(launch, _sizes_of(grid, most_partial), numbers, device)
 
 
 def _in_words(visible: Tensor) -> Tensor:
