@@ -101,6 +101,13 @@ STORED_PREFIXES = (
     ("int8, ", "int8", "cache"),
     ("e4m3, of tokens, ", "e4m3", "tokens"),
 )
+# Heads, KV heads, head dim, queries and size of other cells of 8 bits: up to 16 packed rows.
+KV8_OTHERS = (
+    *((32, 8, 128, 4, size) for size in ((1, 16384), (32, 4096), (64, 16384))),
+    (24, 8, 128, 3, (32, 4096)),
+    *((64, 8, 64, queries, size) for queries in (1, 2) for size in ((1, 4096), (32, 4096))),
+    *((16, 8, 256, queries, (32, 4096)) for queries in (1, 4)),
+)
 KV8_CHUNKS = ((1, 2048, 16384), (1, 256, 16384), (8, 256, 4096))
 # 64 lengths from 64 to 32k, evenly spaced in their logarithm.
 RAGGED = tuple(round(64 * 512 ** (i / 63)) for i in range(64))
@@ -127,12 +134,15 @@ def _dense_cells() -> Iterator[CachedCell]:
 
 
 def _cells_of_8_bits() -> Iterator[CachedCell]:
-    """The dense cells in both dtypes, two of them in pages and with other descales, chunks, and
-    appends."""
+    """The dense cells and others in both dtypes, two dense ones in pages and with other descales,
+    chunks, and appends."""
     dense = list(_dense_cells())[:15]
     for stored in ("e4m3", "int8"):
         for cell in dense:
             yield replace(cell, suite="kv8", row=f"{stored}, {cell.row}", stored=stored)
+        for heads, heads_kv, dim, new, (batch, n) in KV8_OTHERS:
+            row = f"{stored}, d{dim}, {heads}/{heads_kv}, {new} queries, {batch} x {_named(n)}"
+            yield CachedCell("kv8", row, (n,) * batch, heads, heads_kv, dim, new, stored=stored)
     for cell in dense:
         if cell.heads_kv == 8 and cell.lengths in ((4096,) * 32, (16384,) * 64):
             of = replace(cell, suite="kv8", stored="e4m3")

@@ -125,11 +125,11 @@ e4m3, long | e4m3, heads 8, capacity 40000, seqlens 39999
 e4m3, ragged | e4m3, batch 7, heads 8 2, capacity 3000, seqlens 0 1 64 65 2999 3000 777
 e4m3, 12 short work tiles | e4m3, batch 6, heads 4 2, capacity 130, seqlens 130 65 129 128 100 70
 e4m3, 60 short work tiles | e4m3, batch 30, heads 4 2, capacity 64, token_descales
-e4m3, 16 rows | e4m3, batch 7, q 2, heads 16 2, capacity 3000, seqlens 0 1 64 65 2999 3000 777, causal
+e4m3, 16 rows | e4m3, batch 7, q 2, heads 16 2, capacity 400, seqlens 0 1 64 65 399 400 77, causal
 e4m3, 16 rows, one sequence | e4m3, q 4, heads 8 2, capacity 3000, causal, token_descales
-e4m3, 9 rows, page 16 | e4m3, batch 9, q 3, heads 6 2, page 16, token_descales, window 70 0
-int8, 15 rows, d64, page 3 | int8, fp16, batch 4, q 3, heads 10 2, d 64, page 3, causal, softcap 3, sinks
-int8, 12 rows, d96, values 48 | int8, q 12, heads 2, d 96 48, padding 16, causal, descales
+e4m3, 9 rows, page 16 | e4m3, batch 5, q 3, heads 6 2, capacity 320, page 16, token_descales, window 70 0
+int8, 15 rows, d64, page 3 | int8, batch 4, q 3, heads 10 2, d 64, capacity 300, page 3, causal, softcap 3, sinks
+int8, 12 rows, d96, values 48 | int8, q 12, capacity 900, d 96 48, padding 16, causal, descales
 e4m3, causal, 64 queries | e4m3, q 64, heads 4 2, causal
 e4m3, window, softcap, sinks, descales |
     e4m3, fp16, heads 8 2, window 128 0, softcap 3, sinks, descales
@@ -142,6 +142,7 @@ e4m3, page 1 | e4m3, batch 2, heads 8, page 1, seqlens 999 65
 e4m3, page 3, d64 | e4m3, batch 2, heads 8 2, d 64, page 3, seqlens 999 65, token_descales
 e4m3, d64 | e4m3, batch 2, heads 64 8, d 64, seqlens 200 300
 e4m3, d256 | e4m3, batch 2, heads 8, d 256, capacity 800
+e4m3, d256, more parts than the queue holds | e4m3, batch 20, heads 8, d 256, capacity 300
 e4m3, d256, 20 queries, page 16 |
     e4m3, q 20, heads 8, d 256, capacity 851, page 16, token_descales, causal
 e4m3, d96, values 48 | e4m3, heads 8, d 96 48, padding 16

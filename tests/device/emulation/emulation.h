@@ -143,8 +143,9 @@ struct Cta {
   uint64_t round = 0;
   uint32_t seed = 0;
   std::mt19937 random;
-  int vote = 0;       // __syncthreads_or
-  int slow_warp = 0;  // sleeps more often than others
+  int free_registers = 0;  // given back by all threads since the launch
+  int vote = 0;            // __syncthreads_or
+  int slow_warp = 0;       // sleeps more often than others
   Cluster* cluster = nullptr;
   uint32_t rank = 0;  // in the cluster
   std::vector<uint8_t> memory;
@@ -163,6 +164,15 @@ inline void pause(const char* what) {
   self().waits_for = what;
   self().paused_in = running->round;
   yield();
+}
+
+// A thread has as many registers at the launch as if its CTA had the SM alone. It waits for more
+// until others have given back enough; they do not at their end.
+inline void change_registers(int registers) {
+  const int more = registers - 65536 / running->num_threads / 8 * 8;
+  while (running->free_registers < more) pause("registers");
+  running->free_registers -= more;
+  ++progress;
 }
 
 // Shared memory is NaN until the copy is complete.

@@ -41,6 +41,7 @@ inline void start_cta(Cta& cta, int block, const Grid& grid, uint32_t seed) {
   cta.warps.assign(num_threads / 32, {});
   cta.barriers.clear();
   cta.in_flight.clear();
+  cta.free_registers = 0;
   cta.random.seed(cta.seed = seed);
   cta.slow_warp = static_cast<int>(cta.random() % (num_threads / 32));
   cta.memory.assign(grid.shared_bytes, 0xff);
