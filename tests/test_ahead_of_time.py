@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, util
 
 import ptx
 import pytest
-import sass
 from helpers import A100, B200, H100, L4, LOWERED_H100, ORIN, RTX3090, RTX5090, described
+from support.compiled import Report, assert_fits, compile_launches
 
-from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
+from flashattn3.backends.device import DeviceInfo
 from flashattn3.backends.triton.backend import FIRST_WITH_FP8
 from flashattn3.backends.triton.tile_configs import TILE_CONFIGS
 
@@ -66,21 +65,6 @@ SPILL_BOUND_OF_SCORES = {"mma.sync": 1000, "wgmma": 610}
 ROW_KERNELS_BOUND_BYTES = {32: 64, 64: 64, 128: 64, 256: 320}  # of merge and statistics
 PRODUCTS = ("forward", "bwd", "bwd_dkdv", "bwd_dq")  # kernels that multiply matrices
 HEADS = 5  # odd: strides have no more factors of 2 than the head dim
-
-
-@dataclass(frozen=True)
-class Report:
-    """What became of one kernel."""
-
-    kernel: str
-    num_stages: int
-    owned: int  # rows, or keys, of the tile that a program keeps
-    registers: int
-    stack_bytes: int
-    shared_memory_bytes: int
-    ttgir: str
-    ptx: str
-    stale: list[str]  # WGMMA instructions with a wrong descriptor
 
 
 def launches_of(
@@ -160,31 +144,9 @@ def compile_all(
     only: str | None = None,
 ) -> list[Report]:
     """Runs in a process of its own. only: the name of the one kernel to compile."""
-    from flashattn3_bench.ahead_of_time import compile_kernel, resources
-
-    reports = []
     launches = launches_of(device, head_dim, features, dtype_name, head_dim_v, padding)
-    for name, launch in launches.items():
-        if only not in (None, name):
-            continue
-        kernel = compile_kernel(launch, device.capability, aligned)
-        needs = resources(kernel)
-        reports.append(
-            Report(
-                name,
-                launch.options["num_stages"],
-                launch.constants.get("BLOCK_N" if name in ("bwd", "bwd_dkdv") else "BLOCK_M"),
-                needs.registers,
-                needs.stack_bytes,
-                needs.shared_memory_bytes,
-                kernel.asm["ttgir"],
-                kernel.asm["ptx"],
-                sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
-                if "wgmma" in kernel.asm["ptx"]
-                else [],
-            )
-        )
-    return reports
+    wanted = {name: launch for name, launch in launches.items() if only in (None, name)}
+    return compile_launches(wanted, device, aligned)
 
 
 @pytest.fixture(scope="session")
@@ -326,9 +288,8 @@ def test_forwards_fit_their_chip(chip, dims, features, compilers):
     of = dims[0], options, "float16" if features == "full" else "bfloat16"
     alone = True, dims[1], 0, "forward"
     (report,) = compilers.submit(compile_all, chip, *of, *alone).result()
-    assert "trap;" not in report.ptx and not report.stale
+    assert_fits(chip, report)
     assert_instructions(chip, report)
-    assert report.shared_memory_bytes <= chip.shared_memory_bytes
     assert report.stack_bytes <= spill_bound_bytes(chip, dims[1], False, "forward")
     if dims[0] != dims[1]:
         assert report.shared_memory_bytes <= RTX5090.shared_memory_bytes
@@ -353,18 +314,13 @@ def test_kernels_fit_their_chip(compiled):
         if adds_dq(chip, head_dim) and (features, head_dim) != ("mask", 256):
             wanted |= {"bwd", "bwd_postprocess"}
     assert {report.kernel for report in reports} == wanted
-    budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for report in reports:
-        # What Triton cannot lower may compile all the same, to code that stops at once.
-        assert "trap;" not in report.ptx, f"{report.kernel}: compiled to a trap"
+        assert_fits(chip, report)
         if report.kernel in PRODUCTS:
             assert_instructions(chip, report)
             assert ("e4m3" in report.ptx) == (fp8 and chip.lowering >= FIRST_WITH_FP8)
             assert (".s32.s8.s8" in report.ptx) == (dtype_name == "int8")
-        needed = report.shared_memory_bytes
-        assert needed <= budget, f"{report.kernel}: {needed} bytes of shared memory, has {budget}"
         assert ptx.target_of(report.ptx).removesuffix("a") == f"sm_{chip.capability}"
-        assert not report.stale, f"{report.kernel}: wrong matrix descriptors: {report.stale}"
 
 
 @pytest.mark.skipif(
@@ -399,10 +355,8 @@ SCORES += [(H100, 64, "slopes-full"), (H100, 64, "stored-bias")]
 def test_kernels_that_change_scores_fit_their_chip(compilers, chip, head_dim, name):
     reports = compilers.submit(compile_all, chip, head_dim, OF_SCORES[name], "bfloat16").result()
     assert ("bwd_dbias" in {report.kernel for report in reports}) == (name == "bias")
-    budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for report in reports:
-        assert "trap;" not in report.ptx and not report.stale, report.kernel
-        assert report.shared_memory_bytes <= budget, report.kernel
+        assert_fits(chip, report)
         if TRITON.startswith("3.9."):
             assert report.stack_bytes <= SPILL_BOUND_OF_SCORES[products_of(chip)], report.kernel
 
@@ -567,8 +521,9 @@ def products_of(chip: DeviceInfo) -> str:
 def assert_instructions(chip: DeviceInfo, report: Report) -> None:
     """The code uses the tensor cores of the generation that it is lowered to, and loads ahead."""
     if chip.lowering < 90:
-        ptx.assert_ampere(report.ptx, report.kernel, pipelined=report.num_stages > 1)
+        ptx.assert_ampere(report.ptx, report.kernel, pipelined=report.options["num_stages"] > 1)
         return
-    # A warpgroup's product has 64 rows.
-    products = products_of(chip) if report.owned >= 64 else "mma.sync"
+    # A warpgroup's product has 64 rows: of keys in the kernels of dK and dV.
+    owned = "BLOCK_N" if report.kernel in ("bwd", "bwd_dkdv") else "BLOCK_M"
+    products = products_of(chip) if report.constants[owned] >= 64 else "mma.sync"
     assert products in report.ptx, f"{report.kernel}: no {products}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ptx
 import pytest
-import sass
 from helpers import A100, B200, H100, L4, ORIN, RTX3090
+from support.compiled import Report, assert_fits, compile_launches
 
-from flashattn3.backends.device import SHARED_MEMORY_KIB, DeviceInfo
+from flashattn3.backends.device import DeviceInfo
 from flashattn3.backends.triton.tile_configs import FIRST_WITH_FP8
 
 if importlib.util.find_spec("triton") is None:
@@ -58,24 +57,6 @@ ALIKE = {ORIN: A100, B200: A100, RTX3090: L4, L4: A100}
 # Chunks of 16 bits and trees have one tile on 8.0 and 8.9, whose other tiles have fewer stages.
 LIKE_A100 = "chunk", "dim-256-chunk", "tree"
 HEAVIEST = "mixed"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What became of one kernel. to_e4m3: it converts by the GPU's instruction. widths: as
-    ``ptx.memory_widths`` counts them. single_bytes: some are loaded from shared memory. wrong:
-    buffers of two swizzles, and WGMMA instructions with a wrong descriptor."""
-
-    kernel: str
-    stack_bytes: int
-    shared_memory_bytes: int
-    traps: bool
-    multiplies: bool
-    wgmma: bool
-    to_e4m3: bool
-    widths: Counter
-    single_bytes: bool
-    wrong: list[str]
 
 
 def problems_of(dim: int, page: int, rows: int, kind: str, dim_v: int | None = None) -> tuple:
@@ -137,22 +118,10 @@ def compile_all(
     from support.cached_launches import sample_launches
 
     from flashattn3.backends.triton.cache_tiles import select_tile
-    from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     problem, other = problems_of(*of)
     launches = sample_launches(problem, other, select_tile(problem, device), padding)
-    reports = []
-    for name in names:
-        kernel = compile_kernel(launches[name], device.capability, aligned)
-        needs, code = resources(kernel), kernel.asm["ptx"]
-        wrong, wgmma = ptx.buffers_of_two_swizzles(code), "wgmma" in code
-        if wgmma:
-            wrong += sass.stale_descriptors(sass.disassemble(kernel.asm["cubin"]))
-        sizes = needs.stack_bytes, needs.shared_memory_bytes
-        says = "trap;" in code, "mma" in code, wgmma, "cvt.rn.satfinite.e4m3x2.f32" in code
-        read = ptx.memory_widths(code), "ld.shared.b8" in code
-        reports.append(Report(name, *sizes, *says, *read, wrong))
-    return reports
+    return compile_launches({name: launches[name] for name in names}, device, aligned)
 
 
 @pytest.mark.parametrize("chip", ALIKE, ids=lambda chip: chip.name)
@@ -189,19 +158,18 @@ def test_kernels_fit_their_chip(chip, shape, compilers):
 
     names = "decode", "combine_parts", "append"
     reports = compilers.submit(compile_all, chip, names, *SHAPES[shape]).result()
-    budget = min(SHARED_MEMORY_KIB[chip.lowering] * 1024, chip.shared_memory_bytes)
     for report in reports:
-        assert not report.traps, report.kernel
-        assert report.shared_memory_bytes <= budget, report.kernel
+        assert_fits(chip, report)
         bound = SPILL_BOUND_BYTES.get(shape, 0) * (report.kernel == "decode")
         assert report.stack_bytes <= bound, report.kernel
     decode, _, append = reports
-    assert append.to_e4m3 == ("e4m3" in shape and chip.lowering >= FIRST_WITH_FP8)
-    assert decode.multiplies
+    to_e4m3 = "e4m3" in shape and chip.lowering >= FIRST_WITH_FP8
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in append.ptx) == to_e4m3
+    assert "mma" in decode.ptx
     # Keys 16 bytes at once, as many stages ahead as of a dense cache; entries of the table.
-    widths = sorted(size for kind, size in decode.widths if kind == "cp.async")
+    widths = sorted(size for kind, size in ptx.memory_widths(decode.ptx) if kind == "cp.async")
     assert widths == [4, 16][SHAPES[shape][1] == 0 :]
-    assert not decode.single_bytes
+    assert "ld.shared.b8" not in decode.ptx
     problem, _ = problems_of(*SHAPES[shape])
     tile, dense = (select_tile(x, chip) for x in (problem, replace(problem, page_size=0)))
     row = problem.head_dim * problem.cache_dtype.itemsize
@@ -250,10 +218,12 @@ def test_odd_multiples_of_8_load_as_wide_as_the_next_of_16(dims, page_size, quer
         for dim, dim_v in (dims, [x + 8 for x in dims])
     ]
     for odd, even in zip(*(submitted.result() for submitted in both), strict=True):
-        assert (odd.widths, odd.wgmma) == (even.widths, even.wgmma)
-        assert not odd.wrong
+        widths = ptx.memory_widths(odd.ptx)
+        assert widths == ptx.memory_widths(even.ptx)
+        assert ("wgmma" in odd.ptx) == ("wgmma" in even.ptx)
+        assert not odd.stale and not ptx.buffers_of_two_swizzles(odd.ptx)
         # append's tables of angles are loaded by the element, in either case.
-        assert odd.kernel == "append" or all(size != 2 for _, size in odd.widths)
+        assert odd.kernel == "append" or all(size != 2 for _, size in widths)
 
 
 # (dims, dtype of the caches, how their rows lie)
@@ -271,5 +241,6 @@ def test_keys_and_values_in_one_buffer_have_one_swizzle(dims, stored, how, compi
     for WGMMA in turns."""
     of = dims[0], 0, 100, stored, dims[1]
     (decode,) = compilers.submit(compile_all, H100, ("decode",), *of, **how).result()
-    assert decode.wgmma and not decode.wrong
-    assert not how or not any(kind == "cp.async" for kind, _ in decode.widths)
+    assert "wgmma" in decode.ptx
+    assert not decode.stale and not ptx.buffers_of_two_swizzles(decode.ptx)
+    assert not how or not any(kind == "cp.async" for kind, _ in ptx.memory_widths(decode.ptx))
