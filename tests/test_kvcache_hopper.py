@@ -366,12 +366,16 @@ def test_few_rows_of_many_sequences_with_bytes_run_on_warps_in_equal_shares():
     bytes_of = partial(prepared, select_byte_decode_config("bf16", 128), byte_cache=True)
     handle = bytes_of()[0]
     assert size_of(handle, 1, 2, 4096, on_warps=True)[0] == 8 * 16
-    # A part of at most 8 rows, two of each CTA, one for each SM: columns and twice (max, sum).
+    # A part of at most 16 rows, two of each CTA, one for each SM: columns and twice (max, sum).
     of_row = 2 * (128 + 4) * 4
-    assert size_of(handle, 32, 1, 4096, on_warps=True) == (128, 128 * 4 * of_row)
-    assert size_of(handle, 32, 2, 4096, on_warps=True) == (128, 128 * 8 * of_row)
+    for queries in (1, 2, 3, 4):
+        wanted = 128, 128 * 4 * queries * of_row
+        assert size_of(handle, 32, queries, 4096, on_warps=True) == wanted
     assert size_of(bytes_of(page_size=16)[0], 2, 1, 4096, on_warps=True)[0] == 128
-    assert size_of(handle, 32, 3, 4096)[0] == 256  # 12 rows: two CTAs for each SM widen tiles
+    assert size_of(handle, 32, 5, 4096)[0] == 256  # 20 rows: two CTAs for each SM widen tiles
+    wide = prepared(select_byte_decode_config("bf16", 256), byte_cache=True, head_dim=256)[0]
+    size_of(wide, 32, 2, 4096, on_warps=True)
+    size_of(wide, 32, 3, 4096)  # 12 rows
     size_of(bytes_of(whole_tiles=True)[0], 32, 1, 4096)
 
 
