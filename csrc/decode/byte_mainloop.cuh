@@ -9,10 +9,9 @@
 //   S^T = K Q^T: 16 keys by a row tile. Of key g and key g + 8 the lane has 16 neighbouring dims at
 //     a time, and the same dims of row g of Q: a sum over dims may have any order. S holds keys g
 //     and g + 8 of rows 2 t and 2 t + 1.
-//   O^T = V^T P^T: 16 head dims by a row tile. P^T wants keys 2 t, 2 t + 1 of row g: 8 x 8 numbers
-//   of P
-//     are transposed. The lane has vectors of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and the GEMM
-//     of a pair of dims (2 p, 2 p + 1 of each vector) takes the bytes of two keys.
+//   O^T = V^T P^T: 16 head dims by a row tile. P^T wants keys 2 t, 2 t + 1 of row g, so 8 x 8
+//     numbers of P are transposed. The lane has vectors of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9,
+//     and the GEMM of a pair of dims (2 p, 2 p + 1 of each vector) takes the bytes of two keys.
 // O: element [r][j][p] has dims 2 p and 2 p + 1 of vector value_vec(g, j), of rows 2 t and 2 t + 1
 // of row tile r. A vector has eight elements.
 #pragma once
