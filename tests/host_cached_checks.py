@@ -47,15 +47,15 @@ def mixed_call(longest: int) -> partial:
     return partial(flash_attn_with_kvcache, q, **caches, cu_seqlens_q=edges, max_seqlen_q=longest)
 
 
+def side_by_side(host, call) -> list[list]:
+    """Launches of a call, and what orders those of two streams."""
+    return [event for event in events_of(host, call) if event[0] in ("record", "wait", "launch")]
+
+
 def check_short_sequences_beside_long_ones(host):
     """A decode kernel in a stream beside, or before the forward kernel if SMs are to stay free."""
     call = mixed_call(300)
-
-    def passed(**options):
-        names = ("record", "wait", "launch")
-        return [event for event in events_of(host, partial(call, **options)) if event[0] in names]
-
-    begin, forked, decode, prepare, forward, end, joined = passed()
+    begin, forked, decode, prepare, forward, end, joined = side_by_side(host, call)
     assert (begin, forked, end, joined) == (["record", 0], ["wait", 1], ["record", 1], ["wait", 0])
     # Ten shares of the work for each of eight KV heads, on five eighths of the SMs.
     alone = 116 * 1024  # bytes of shared memory with which no two CTAs share an SM
@@ -64,7 +64,11 @@ def check_short_sequences_beside_long_ones(host):
     # At most 13 work tiles of a KV head: 303 tokens of 4 sequences have up to 8 slices of a head.
     assert forward[:3] == ["launch", 104, 512]
     prepare[1] = forward[1] = 100
-    assert passed(sm_margin=32) == [["launch", 96, 256, alone], prepare, forward]
+    assert side_by_side(host, partial(call, sm_margin=32)) == [
+        ["launch", 96, 256, alone],
+        prepare,
+        forward,
+    ]
 
 
 def check_the_side_stream_forks_behind_allocations(host):
@@ -92,8 +96,7 @@ def check_the_side_stream(host):
             call()
 
     fork, join = [["record", 0], ["wait", 1]], [["record", 1], ["wait", 0]]
-    names = "record", "wait", "launch"
-    assert [event for event in events_of(host, fail) if event[0] in names] == [*fork, *join]
+    assert side_by_side(host, fail) == [*fork, *join]
 
 
 def check_units_of_a_mixed_batch(host):
@@ -540,17 +543,13 @@ def check_caches_that_are_widened(host):
     use_cached_calls()
     caches = in_8_bits(paged(width=13, seqlen_q=60))
     # 6 units of 128 keys of two heads; a work tile for each of 3 sequences and 8 heads.
-    widen, forward = ["launch", 6, 256, 0], ["launch", 24, 512]
+    widen, forward = [6, 256, 0], [24, 512]
     for given in (caches, in_8_bits(paged(width=13, seqlen_q=60), torch.int8, "tokens")):
-        launches = [event for event in passed_by(host, given).events if event[0] == "launch"]
-        found = launches[0], launches[1][:3], len(launches)
-        assert found == (widen, forward, 2), launches
+        first, second = launches_in(passed_by(host, given))
+        assert (first, second[:2]) == (widen, forward)
     turns = passed_by(host, caches | {"page_table": torch.zeros(3, 87382, dtype=torch.int32)})
     assert not isinstance(turns.result, str), turns.result
-    assert [event[1:3] for event in turns.events if event[0] == "launch"] == 2 * [
-        [528, 256],
-        [12, 512],
-    ]
+    assert [launch[:2] for launch in launches_in(turns)] == 2 * [[528, 256], [12, 512]]
     # Without pages the forward kernel sees no keys in the workspace, which nothing has written.
     none = in_8_bits(paged(width=13, pages=0, seqlen_q=60))
     extents = [event[2:] for event in passed_by(host, none).events if event[0] == "descriptor"]
@@ -558,10 +557,8 @@ def check_caches_that_are_widened(host):
     # Beside the decode kernel of 8 bits.
     call = mixed_call(300)
     wide = call.keywords | {f"{x}_cache": call.keywords[f"{x}_cache"].to(FP8) for x in "kv"}
-    names = [event[0] for event in events_of(host, partial(call.func, *call.args, **wide))]
-    assert [name for name in names if name in ("record", "wait", "launch")] == [
-        *("record", "wait", "launch", "launch", "launch", "launch", "record", "wait")
-    ]
+    found = [name for name, *_ in side_by_side(host, partial(call.func, *call.args, **wide))]
+    assert found == ["record", "wait", *["launch"] * 4, "record", "wait"]
 
 
 def check_kept_calls_that_append(host):
@@ -754,15 +751,12 @@ def check_the_grid_of_an_append(host):
     """A kernel without shared memory of its choice: CTAs of K, V and q, then of attention."""
     use_cached_calls()
 
-    def cached_launch_cache(call):
-        return [numbers for name, *numbers in events_of(host, call) if name == "launch"]
-
     def tensors(batch, seqlen, d, heads=8):
         return [torch.zeros(batch, n, heads, d).bfloat16() for n in (seqlen, seqlen, 99, 99)]
 
     def append(k, v, k_cache, v_cache, **named):
         call = partial(append_kvcache, k, v, k_cache, v_cache, cache_seqlens=5, **named)
-        return cached_launch_cache(call)
+        return [numbers for name, *numbers in events_of(host, call) if name == "launch"]
 
     # A CTA takes tokens of 1024 vectors; where a tensor has few tokens, one.
     assert append(*tensors(64, 1, 128)) == [[64 + 64, 256, 0]]

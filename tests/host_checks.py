@@ -54,6 +54,8 @@ from flashattn3.run.mask_launches import known_masks
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 SCORE_NODE = "ScaledDotProductFusedAttentionOverrideableBackward0"
 OWN_NODE = "_AttentionBackward"
+# Of equal calls they differ: descriptors are cached, arguments have words that nothing wrote.
+DIFFERENT = "descriptor", "strides", "arguments"
 
 
 def use(path: Path) -> ctypes.CDLL:
@@ -86,11 +88,16 @@ class Observed(NamedTuple):
     is_planned: bool
 
     def kinds(self):
-        """Layouts of the tensors that a call returns in a tuple or a list."""
-        return [(x.shape, x.stride(), x.dtype, type(x.grad_fn).__name__) for x in self.result]
+        """Layouts of the tensors that a call returns."""
+        results = self.result if isinstance(self.result, (tuple, list)) else [self.result]
+        return [(x.shape, x.stride(), x.dtype, type(x.grad_fn).__name__) for x in results]
 
     def without(self, *ignored):
         return [event for event in self.events if event[0] not in ignored]
+
+    def numbers(self, name):
+        """Those of events of this name: of a descriptor its address and extents."""
+        return [numbers for event, *numbers in self.events if event == name]
 
 
 def observed(host: ctypes.CDLL, call) -> Observed:
@@ -99,26 +106,23 @@ def observed(host: ctypes.CDLL, call) -> Observed:
     return Observed(events, results[0], operators._plan.cache_info()[:2] != before)
 
 
-def expect_found(host, call, known, *ignored) -> list[list]:
-    """Python plans a call once; then the operators find its launches, and what it passes to the
-    driver and returns is the same. known: tensors of the call. ignored: events that differ."""
+def expect_found(host, call, known, *ignored) -> Observed:
+    """Return the first of three equal calls. Python plans it; then the operators find its launches,
+    and what it passes to the driver and returns is the same. known: tensors of the call. ignored:
+    events that differ."""
     first, *others = (observed(host, call) for _ in range(3))
     assert first.is_planned
     addresses = {x.data_ptr() for x in known if isinstance(x, torch.Tensor)}
     for found in others:
         assert found.kinds() == first.kinds() and not found.is_planned
         expect_same_events(found.without(*ignored), first.without(*ignored), addresses)
-    return first.without(*ignored)
+    return first
 
 
 def recorded(host: ctypes.CDLL, call) -> tuple[object, list[list[int]], int]:
     """The result of a call; address and extents of its TMA descriptors; its number of launches."""
-    host.host_log(True)
-    result = call()
-    events = [line.split() for line in host.host_events().decode().splitlines()]
-    host.host_log(False)
-    descriptors = [list(map(int, words[1:])) for words in events if words[0] == "descriptor"]
-    return result, descriptors, sum(words[0] == "launch" for words in events)
+    found = observed(host, call)
+    return found.result, found.numbers("descriptor"), len(found.numbers("launch"))
 
 
 def extents(x):
@@ -296,14 +300,14 @@ def check_calls_like_an_earlier_one(host):
     def is_planned_in_python(*arguments, **options):
         return observed(host, partial(run, *arguments, **options)).is_planned
 
-    # Descriptors are cached; arguments have words that nothing wrote.
-    ignored = "descriptor", "strides", "arguments"
     for is_bhsd, gradients in itertools.product((False, True), repeat=2):
         forget_kept_calls()
         for other in ({}, {"dtype": torch.float16}, {"heads": (2, 2)}, {"dv": 32}):
             tensors = given(is_bhsd, **other)
-            first = expect_found(host, partial(run, tensors, is_bhsd, gradients), tensors, *ignored)
-            assert [x[0] for x in first].count("launch") == 1 + gradients * 3
+            first = expect_found(
+                host, partial(run, tensors, is_bhsd, gradients), tensors, *DIFFERENT
+            )
+            assert len(first.numbers("launch")) == 1 + gradients * 3
         assert not is_planned_in_python(given(is_bhsd), is_bhsd, gradients)
         for other in ({"batch": 1}, {"seqlen_q": 57}, {"heads": (8, 2)}, {"dv": 16}):
             assert is_planned_in_python(given(is_bhsd, **other), is_bhsd, gradients)
@@ -329,7 +333,7 @@ def check_calls_like_an_earlier_one(host):
                 score[name].requires_grad_(gradients)
             tensors = given(is_bhsd)
             call = partial(run, tensors, is_bhsd, gradients, **score)
-            expect_found(host, call, (*tensors, *score.values()), *ignored)
+            expect_found(host, call, (*tensors, *score.values()), *DIFFERENT)
         with use_backend("reference"):
             assert is_planned_in_python(given(is_bhsd), is_bhsd, gradients)
         function = flash_attn_bhsd_func if is_bhsd else flash_attn_func
@@ -348,15 +352,6 @@ def check_calls_like_an_earlier_one(host):
                     function(q, other, v, causal=True, **score)
 
 
-def launches_of_three(host, call):
-    """Launches and result of a call, the second and third time of which Python does not plan."""
-    found = [observed(host, call) for _ in range(3)]
-    launches = [[event for event in x.events if event[0] == "launch"] for x in found]
-    assert [x.is_planned for x in found] == [True, False, False]
-    assert launches[0] == launches[1] == launches[2], launches
-    return launches[0], found[-1].result
-
-
 def check_few_queries_of_many_keys(host):
     """A decode kernel runs the forward of such a call as it runs the cached call, with an autograd
     node in C++ if there are gradients."""
@@ -369,17 +364,17 @@ def check_few_queries_of_many_keys(host):
         shapes = (2, 32), (2000 + batch, 8), (2000 + batch, 8)
         tensors = [torch.zeros(batch, *shape, 128).bfloat16() for shape in shapes]
         options = {"causal": True, **more}
-        events = events_of(host, partial(flash_attn_with_kvcache, *tensors, **options))
+        cached = observed(host, partial(flash_attn_with_kvcache, *tensors, **options))
         leaves = [x.transpose(1, 2) if is_bhsd else x for x in tensors]
         leaves = [x.requires_grad_(gradients) for x in leaves]
         call = partial(flash_attn_bhsd_func if is_bhsd else flash_attn_func, *leaves, **options)
-        found, out = launches_of_three(host, call)
-        assert found == [event for event in events if event[0] == "launch"]
+        found = expect_found(host, call, tensors, *DIFFERENT)
+        assert found.numbers("launch") == cached.numbers("launch")
+        out = found.result
         assert out.shape == tensors[0].shape and out.is_contiguous()
         if gradients:
             assert type(out.grad_fn).__name__ == (SCORE_NODE if more else NODE)
-            backward = events_of(host, partial(torch.autograd.grad, out, leaves, out))
-            assert sum(event[0] == "launch" for event in backward) >= 3
+            assert recorded(host, partial(torch.autograd.grad, out, leaves, out))[2] >= 3
         else:
             assert call(return_lse=True)[1].shape == (batch, 32, 2)
 
@@ -392,9 +387,10 @@ def check_few_queries_of_many_keys_in_packed_batches(host):
         tensors = [torch.zeros(1, *shape, 128).bfloat16() for shape in shapes]
         operator = torch.ops.flashattn3.forward_bhsd.default
         call = partial(operator, *tensors, *edges, 0.3, True, -1, 0, 0.0)
-        found, (out, lse) = launches_of_three(host, call)
-        assert found[0][1] > H100.num_sms and len(found) == 2  # the second clears other rows
-        assert out.shape == (1, 2, 32, 128) and lse.shape == (1, 32, 2)
+        found = expect_found(host, call, tensors, *DIFFERENT)
+        decode, _ = found.numbers("launch")  # the second clears other rows
+        assert decode[0] > H100.num_sms
+        assert [x.shape for x in found.result] == [(1, 2, 32, 128), (1, 32, 2)]
 
 
 def check_layers_like_an_earlier_one(host):
