@@ -35,6 +35,8 @@ ERRORS = TypeError, ValueError, UnsupportedError
 LAUNCHES_OF_TRITON = (
     triton_launch._dequantization,
     triton_launch._dequantize_launch,
+    triton_launch._exact_rows,
+    triton_launch._exact_rows_launch,
     embedding_launch._rotation,
     embedding_launch._rotation_launch,
 )
@@ -70,8 +72,8 @@ class _Starters(dict):
 TRITON_LAUNCHES: list[str] = []
 
 
-def counted_launch(kernel, *how):
-    launch = variable_launch.VariableLaunch(kernel, *how)
+def counted_launch(kernel, *how, **named):
+    launch = variable_launch.VariableLaunch(kernel, *how, **named)
     launch._starters = _Starters(kernel.__name__)
     return launch
 
@@ -377,7 +379,7 @@ def both_passes(causal: bool = False, **changed):
 
 def check_launches_of_gradients_of_8_bits(host):
     """One launch widens q, k and v, and one rotates dq and dk back. Rows that see few keys are
-    computed again, of a causal call of many keys the first ones."""
+    computed again, of a causal call of many keys the first ones, which one launch takes."""
     with quantization():
         for causal, tokens in ((False, 40), (True, 40), (True, 600), (False, 600)):
             cos, sin = torch.zeros(2, tokens, 32)
@@ -386,7 +388,8 @@ def check_launches_of_gradients_of_8_bits(host):
             found = [launches_of(host, both) for _ in range(3)]  # the first one plans
             assert found[0] == found[1] == found[2]
             of_triton, launches = found[0]
-            assert of_triton == ["dequantize_blocks", "rotate_blocks"]
+            takes = ["take_exact_rows"] * (causal and tokens > FEW_KEYS)
+            assert of_triton == ["dequantize_blocks", *takes, "rotate_blocks"]
             # rotation, forward, rows again, statistics, gradients, conversion of dq
             assert len(launches) == 6 - (not causal and tokens > FEW_KEYS)
             shapes = [(2, tokens, heads, 64) for heads in (4, 2, 2)]

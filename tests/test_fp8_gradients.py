@@ -129,7 +129,7 @@ def test_every_way_gives_the_same_gradient(device):
         assert torch.equal(flash_attn_fp8_func(*given), found["eager"][0])
 
 
-@pytest.mark.parametrize("sees", ["all", "before", "sequence"])
+@pytest.mark.parametrize("sees", ["all", "before", "before, lse", "sequence"])
 def test_rows_of_few_keys_are_computed_again(sees, monkeypatch):
     """As where out and lse carry the rounding of probabilities, which here is a large one."""
     q, k, v = leaves(seqlen=32 if sees == "all" else 40)
@@ -140,16 +140,22 @@ def test_rows_of_few_keys_are_computed_again(sees, monkeypatch):
         found = attend_exactly(tensors, options)
         return (found[0] * 1.2, found[1] + 0.2) if type(tensors.q) is Scaled else found
 
-    def gradients_of(rows, run=lambda attend: attend):
+    def gradients_of(rows, run=lambda attend: attend, several=False):
         if sees == "sequence":
             of = {"max_seqlen_q": 42, "max_seqlen_k": 42}
             flat = (x.flatten(0, 1) for x in (q, k, v))
             out = run(flash_attn_varlen_fp8_func)(*flat, edges, edges, **of).view(q.shape)
         else:
-            out = run(flash_attn_fp8_func)(q, k, v, causal=sees == "before")
+            options = {"causal": sees.startswith("before"), "return_lse": sees.endswith("lse")}
+            out = run(flash_attn_fp8_func)(q, k, v, **options)
+        out, *lse = out if type(out) is tuple else (out,)
         dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
         dout[:, : rows.start], dout[:, rows.stop :] = 0, 0
-        return torch.autograd.grad(out, (q, k, v), dout)
+        given = dout, *(dout.float().mean(-1).transpose(1, 2) for _ in lse)
+        if several:
+            given = [torch.stack((torch.zeros_like(x), x)) for x in given]
+        found = torch.autograd.grad((out, *lse), (q, k, v), given, is_grads_batched=several)
+        return [x[1] for x in found] if several else found
 
     few, many = slice(0, 32), slice(32, 40)
     wanted = {"few": gradients_of(few), "many": gradients_of(many)}
@@ -162,7 +168,9 @@ def test_rows_of_few_keys_are_computed_again(sees, monkeypatch):
         assert (one - other).norm() < 0.01 * other.norm()
     compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
     assert all(map(torch.equal, found, gradients_of(few, compiled)))
-    if sees == "before":  # rows of many keys have what the forward gave
+    for one, other in zip(found, gradients_of(few, several=True), strict=True):
+        assert (one - other).norm() < 0.001 * other.norm()
+    if sees.startswith("before"):  # rows of many keys have what the forward gave
         pairs = zip(gradients_of(many), wanted["many"], strict=True)
         assert any((one - other).norm() > 0.05 * other.norm() for one, other in pairs)
 
@@ -225,3 +233,80 @@ def test_the_kernel_widens_as_torch(edges, layout, dtype, device):
         nothing = [x._replace(descale=None, block=None) for x in stored[1:]]
         found = triton_launch.dequantize([stored[0], *nothing], dtype)
         assert torch.equal(found[0], of_torch[0]) and not any(x.any() for x in found[1:])
+
+
+EXACT_ROWS = {
+    "plain": {},
+    "one row": {"count": 1},
+    "every row": {"count": 70},
+    "odd head dim": {"columns": 40},
+    "columns of no multiple of 8": {"columns": 33},
+    "many columns": {"columns": 192},
+    "no dlse": {"dlse": None},
+    "dlse of a sum": {"dlse": "expanded"},
+    "dout of a sum": {"dout": "expanded"},
+    "dout of a transposed out": {"dout": "transposed"},
+    "dout by columns": {"dout": "by columns"},
+    "dout at an odd address": {"dout": "odd"},
+    "padded rows": {"padding": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", TRITON_DTYPES)
+@pytest.mark.parametrize("name", EXACT_ROWS)
+def test_exact_rows_are_taken_as_by_torch(name, dtype, device):
+    """Both against float64: the kernel's sums have another order."""
+    how = {"count": 40, "columns": 64, "dlse": "dense", "dout": "dense", "padding": 0}
+    how |= EXACT_ROWS[name]
+    shape, count = (2, 70, 3, how["columns"]), how["count"]
+    ways = {
+        "dense": lambda x: x,
+        "expanded": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+        "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "by columns": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+        "odd": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+    }
+    out, dout = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    dout = ways[how["dout"]](dout)
+    exact = (out[:, :count] + 0.1 * torch.randn_like(out[:, :count])).to(dtype)
+    lse, dlse = torch.randn(2, 2, 3, 70 + how["padding"], device=device)[..., :70]
+    exact_lse = torch.randn(2, 3, count, device=device)
+    exact_lse[0, 0, 0] = -torch.inf  # a row without keys
+    dlse = None if how["dlse"] is None else dlse
+    if how["dlse"] == "expanded":
+        dlse = dlse[:1, :1, :1].expand(dlse.shape)
+    given = out, exact, dout, lse, exact_lse, dlse
+    moved = (out[:, :count].double() - exact.double()) * dout[:, :count].double()
+    wanted = torch.zeros(lse.shape, dtype=torch.double, device=device) if dlse is None else dlse
+    wanted = wanted.double().clone()
+    wanted[..., :count] += moved.sum(-1).transpose(1, 2)
+    for implementation in (torch_operations, triton_launch):
+        new_lse, new_dlse = implementation.take_exact_rows(*given)
+        assert torch.equal(new_lse[..., :count], exact_lse)
+        assert torch.equal(new_lse[..., count:], lse[..., count:])
+        largest = moved.abs().sum(-1).amax().item() + 4
+        assert (new_dlse - wanted).abs().max() < 2**-22 * largest
+        assert new_lse.is_contiguous() and new_dlse.is_contiguous()
+        assert new_dlse[..., count:].equal(wanted[..., count:].float())
+    opaque = torch.library.opcheck(torch.ops.flashattn3.take_exact_rows.default, given)
+    assert set(opaque.values()) == {"SUCCESS"}
+
+
+def resources_of_exact_rows(no_dlse, columns, stride):
+    """As registers_without_descales."""
+    from flashattn3_bench.ahead_of_time import compile_kernel, resources
+
+    types = torch.bfloat16, torch.bfloat16, torch.bfloat16
+    launch, _ = triton_launch._exact_rows_launch(0, *types, no_dlse, columns)
+    of_tensors = ("bf16",) * 3 + ("fp32",) * 2 + (None if no_dlse else "fp32",) + ("fp32",) * 2
+    strides = (stride,) * 9 + (70,) * 4 + (1,) * 3
+    sample = launch.sample(of_tensors, strides, (3, 3, 70, 40))
+    return [resources(compile_kernel(sample, capability)) for capability in (80, 90, 120)]
+
+
+@pytest.mark.parametrize(
+    ("no_dlse", "columns", "stride"), [(True, 64, 64), (False, 128, 128), (False, 40, 40)]
+)
+def test_the_kernel_of_exact_rows_compiles(no_dlse, columns, stride, compilers):
+    found = compilers.submit(resources_of_exact_rows, no_dlse, columns, stride).result()
+    assert all(0 < x.registers <= 128 and x.stack_bytes == 0 for x in found), found

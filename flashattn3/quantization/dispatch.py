@@ -17,7 +17,7 @@ from ..backends.triton.tile_configs import MAX_HEAD_DIM as TRITON_MAX_HEAD_DIM
 from ..call import permuted_v
 from ..call.dtypes import FP8, INT8, SIXTEEN_BIT
 from ..call.hadamard import signs
-from ..modes import is_traced
+from ..modes import is_batched, is_traced
 from . import smoothing, torch_operations
 from .torch_operations import Stored
 
@@ -160,6 +160,20 @@ def _dequantize(
     return (_triton_launch() if on_chip else torch_operations).dequantize(stored, dtype)
 
 
+def _take_exact_rows(
+    out: Tensor,
+    exact: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    exact_lse: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return lse and dlse, of the first rows those of exact; see torch_operations."""
+    on_chip = on_triton(out, out.shape[-1]) and not is_batched(dout, dlse)
+    implementation = _triton_launch() if on_chip else torch_operations
+    return implementation.take_exact_rows(out, exact, dout, lse, exact_lse, dlse)
+
+
 @cache
 def _triton_launch() -> ModuleType:
     from . import triton_launch  # imports Triton
@@ -245,6 +259,10 @@ def _dequantize_fake(q, *others):
     return tuple(x.new_empty(shape, dtype=dtype) for x, shape in shapes)
 
 
+def _take_exact_rows_fake(out, exact, dout, lse, exact_lse, dlse):
+    return lse.new_empty(lse.shape), lse.new_empty(lse.shape)
+
+
 sample_mean = opaque(
     "sample_mean",
     _sample_mean,
@@ -275,4 +293,11 @@ dequantize = opaque(
     "Tensor? k_descale, SymInt? k_block, Tensor v, Tensor? v_descale, SymInt? v_block, "
     "Tensor? cu_seqlens_k, SymInt[] v_shape, ScalarType dtype) -> (Tensor q, Tensor k, Tensor v)",
     _dequantize_fake,
+)
+take_exact_rows = opaque(
+    "take_exact_rows",
+    _take_exact_rows,
+    "(Tensor out, Tensor exact, Tensor dout, Tensor lse, Tensor exact_lse, Tensor? dlse) -> "
+    "(Tensor lse, Tensor dlse)",
+    _take_exact_rows_fake,
 )

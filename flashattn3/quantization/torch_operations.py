@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..call import hadamard as rotation
 from ..call.eight_bits import LARGEST, magnitudes, rounded, scales
@@ -99,3 +100,21 @@ def _amax_of_blocks(largest, block, of: TokenPositions, cu_seqlens, max_seqlen) 
     index = index[:, None].expand(-1, heads)
     amax.scatter_reduce_(0, index, largest.where(of.owned[:, None], 0.0), "amax")
     return amax.view(batch, num_blocks, heads).transpose(1, 2).contiguous()
+
+
+def take_exact_rows(
+    out: Tensor,
+    exact: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    exact_lse: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """lse and dlse for the backward of out (b, s, h, d) and lse (b, h, s), whose first rows are
+    exact and exact_lse: these, and dlse or 0 plus what the rows' sums of dout * out change by."""
+    count = exact.shape[1]
+    # float32 takes 16 bits as they are: each product and difference is rounded once.
+    moved = (out[:, :count].float() - exact) * dout[:, :count]
+    moved = pad(moved.sum(-1).transpose(1, 2), (0, out.shape[1] - count))
+    lse = torch.cat((exact_lse, lse[..., count:]), -1)
+    return lse, (moved if dlse is None else dlse + moved).contiguous()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends.device import on_device_of, run_on_device_of
 from ..backends.triton.kernels.dequantize import dequantize_blocks
+from ..backends.triton.kernels.exact_rows import take_exact_rows as exact_rows_kernel
 from ..backends.triton.kernels.launch import stride_unit
 from ..backends.triton.kernels.quantize import mean_of_sample, quantize_block
 from ..backends.triton.kernels.variable_launch import VariableLaunch
@@ -216,3 +217,66 @@ def _dequantize_launch(
 
 ROWS = 64  # of a program of dequantize_blocks: tokens of the smallest block
 NUM_IN_VECTORS = 6  # tensors that it reads or writes in vectors
+
+
+def take_exact_rows(
+    out: Tensor,
+    exact: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    exact_lse: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """torch_operations.take_exact_rows, in one launch."""
+    out, exact, dout, lse, exact_lse = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (out, exact, dout, lse, exact_lse)
+    )
+    kinds = out.get_device(), out.dtype, exact.dtype, dout.dtype, dlse is None
+    launch, grid, numbers = _exact_rows(*kinds, out.shape, exact.shape[1])
+    new_lse = torch.empty_like(lse, memory_format=torch.contiguous_format)
+    new_dlse = torch.empty_like(new_lse)
+    of_dlse = (0, 0, 0) if dlse is None else dlse.stride()
+    rows = *out.stride()[:3], *exact.stride()[:3], *dout.stride()[:3]
+    strides = *rows, *lse.stride()[:2], *exact_lse.stride()[:2], *of_dlse
+    tensors = out, exact, dout, lse, exact_lse, dlse, new_lse, new_dlse
+    run_on_device_of(out, launch, grid, tensors, strides, numbers)
+    return new_lse, new_dlse
+
+
+@lru_cache(maxsize=4096)
+def _exact_rows(
+    device: int,
+    dtype: torch.dtype,
+    exact_dtype: torch.dtype,
+    dout_dtype: torch.dtype,
+    no_dlse: bool,
+    out: torch.Size,
+    count: int,
+) -> tuple[VariableLaunch, tuple[int, int, int], tuple[int, ...]]:
+    """The launch of ``take_exact_rows``, its grid and numbers. out: the shape."""
+    batch, seqlen, heads, head_dim = out
+    launch, block = _exact_rows_launch(device, dtype, exact_dtype, dout_dtype, no_dlse, head_dim)
+    blocks = -(-seqlen // block)
+    return launch, (batch * blocks * heads, 1, 1), (blocks, heads, seqlen, count)
+
+
+@cache
+def _exact_rows_launch(
+    device: int,
+    dtype: torch.dtype,
+    exact_dtype: torch.dtype,
+    dout_dtype: torch.dtype,
+    no_dlse: bool,
+    head_dim: int,
+) -> tuple[VariableLaunch, int]:
+    """That of one device, and the rows of a program. no_dlse: Triton compiles None as a
+    constant."""
+    block_d = 1 << (head_dim - 1).bit_length()
+    block = max(16, ELEMENTS_OF_EXACT_ROWS // block_d)
+    sizes = {"BLOCK_M": block, "HEAD_DIM_V": head_dim, "BLOCK_DV": block_d}
+    constants = {"STRIDE_UNIT": 1, **sizes}
+    launch = VariableLaunch(exact_rows_kernel, 3, constants, {}, num_row_strides=9)
+    return launch, block
+
+
+ELEMENTS_OF_EXACT_ROWS = 4096  # of a program of take_exact_rows

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -187,7 +188,7 @@ def _gradients(
     """Return the gradients of the tensors of ``Tensors``, in their order."""
     options, dtype = ctx.options, ctx.dtype
     q, of_q, k, of_k, v, of_v, mean, lse, out, edges_q, edges_k, *rest = saved
-    dequantize = (_imported_dequantize if ctx.launch is None else _dequantize)()
+    dequantize = _quantization().dequantize
     block_q, block_k, block_v = ctx.blocks
     of_v = v, of_v, block_v, edges_k, ctx.v_shape
     sides = dequantize(q, of_q, block_q, edges_q, k, of_k, block_k, *of_v, dtype)
@@ -255,17 +256,7 @@ def _with_exact_rows(
         bias=None if tensors.bias is None else tensors.bias[..., :count, : count + keys_before],
     )
     exact, exact_lse = _computed(first, options)
-    lse = torch.cat((exact_lse, lse[..., count:]), -1)
-    # float32 takes 16 bits as they are: each product and difference is rounded once.
-    moved = (out[:, :count].float() - exact) * dout[:, :count]
-    moved = moved.sum(-1).transpose(1, 2)
-    if dlse is None:
-        dlse = torch.zeros_like(lse)
-        dlse[..., :count] = moved
-    else:
-        dlse = dlse.clone()
-        dlse[..., :count] += moved
-    return out, lse, dlse
+    return out, *_quantization().take_exact_rows(out, exact, dout, lse, exact_lse, dlse)
 
 
 def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
@@ -277,13 +268,18 @@ def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
     return attend(tensors, again)
 
 
-def _imported_dequantize() -> Callable:
-    from ..quantization.dispatch import dequantize  # its custom operators import Triton
+def _imported_quantization() -> ModuleType:
+    from ..quantization import dispatch  # its custom operators import Triton
 
-    return dequantize
+    return dispatch
 
 
-_dequantize = cache(_imported_dequantize)  # which torch.compile would warn of
+_kept_quantization = cache(_imported_quantization)
+
+
+def _quantization() -> ModuleType:
+    # torch.compile would warn of the cache.
+    return (_imported_quantization if torch.compiler.is_compiling() else _kept_quantization)()
 
 
 def _with_gradient_of_mean(
