@@ -175,6 +175,32 @@ def test_rows_of_few_keys_are_computed_again(sees, monkeypatch):
         assert any((one - other).norm() > 0.05 * other.norm() for one, other in pairs)
 
 
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("shape", lambda x: x[:, :1]),
+        ("dtype", torch.Tensor.double),
+        ("device", lambda x: x.to("meta")),
+    ],
+)
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_saved_tensors_of_another_kind_are_named(name, what, change):
+    """Hooks on saved tensors may exchange them, and a kernel would read behind a shorter one."""
+    given, axes = leaves(), {"out": 4, "lse": 3}
+
+    def unpack(x):
+        is_named = x.ndim == axes[name] and x.dtype in (torch.float16, torch.float32)
+        return change(x) if is_named and 40 in x.shape else x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        out = flash_attn_fp8_func(*given, causal=True)
+    if (name, what) == ("out", "dtype"):  # which is converted
+        assert torch.autograd.grad(out.sum(), given)[0].any()
+        return
+    with pytest.raises(ValueError, match=rf"^flash_attn_fp8_func: saved {name}\.{what} must be"):
+        torch.autograd.grad(out.sum(), given)
+
+
 def test_what_has_no_gradient():
     q, k, v = leaves()
     with pytest.raises(UnsupportedError, match="there is no gradient through FP8; flash_attn_fp8"):

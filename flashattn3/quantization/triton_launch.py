@@ -228,9 +228,11 @@ def take_exact_rows(
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """torch_operations.take_exact_rows, in one launch."""
-    out, exact, dout, lse, exact_lse = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (out, exact, dout, lse, exact_lse)
-    )
+    out = out if out.stride(3) == 1 else out.contiguous()
+    exact = exact if exact.stride(3) == 1 else exact.contiguous()
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()
+    lse = lse if lse.stride(2) == 1 else lse.contiguous()
+    exact_lse = exact_lse if exact_lse.stride(2) == 1 else exact_lse.contiguous()
     kinds = out.get_device(), out.dtype, exact.dtype, dout.dtype, dlse is None
     launch, grid, numbers = _exact_rows(*kinds, out.shape, exact.shape[1])
     new_lse = torch.empty_like(lse, memory_format=torch.contiguous_format)

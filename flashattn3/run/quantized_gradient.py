@@ -42,7 +42,7 @@ from ..modes import (
     refuse_gradients,
     without_autocast,
 )
-from .derivative import BIAS, by_tensor, gradient_of, or_zeros
+from .derivative import BIAS, by_tensor, checked_saved, gradient_of, or_zeros
 from .doors import attend
 from .operators import forward_watched, have_data, launch_under
 
@@ -129,7 +129,13 @@ def _of_16_bits(options: Options) -> Options:
     )
 
 
+def _of_rows_again(options: Options) -> Options:
+    """Those of rows that are computed again."""
+    return _of_16_bits(options)._replace(return_lse=True)
+
+
 _kept_of_16_bits = lru_cache(maxsize=4096)(_of_16_bits)
+_kept_of_rows_again = lru_cache(maxsize=4096)(_of_rows_again)
 
 
 class _AttentionOfQuantized(torch.autograd.Function):
@@ -197,6 +203,8 @@ def _gradients(
     out = out if out.dtype == dtype else out.to(dtype)
     dout = or_zeros(dout, out)
     dout = dout if dout.dtype == dtype else dout.to(dtype)
+    if not is_traced():
+        out, lse = checked_saved(options.function, dout, out, lse, tensors)
     launch, of_lse = ctx.launch, dlse
     if launch is not None and (
         torch.is_grad_enabled()
@@ -262,10 +270,9 @@ def _with_exact_rows(
 def _computed(tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
     """out and lse in 16 bits. torch.compile refuses a backward that reads all that ``attend``
     checks."""
-    again = _of_16_bits(options)._replace(return_lse=True)
     if torch.compiler.is_compiling():
-        return forward_watched(tensors, again)[:2]
-    return attend(tensors, again)
+        return forward_watched(tensors, _of_rows_again(options))[:2]
+    return attend(tensors, _kept_of_rows_again(options))
 
 
 def _imported_quantization() -> ModuleType:
