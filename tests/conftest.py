@@ -80,6 +80,12 @@ def _interpret_without_gpu() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_make_parametrize_id(val):
+    """What has a name is called by it, a dtype as torch prints it."""
+    name = str(val) if type(val).__name__ == "dtype" else getattr(val, "name", None)
+    return name if isinstance(name, str) else None
+
+
 def pytest_report_header(config):
     names = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH", "FLASHATTN3_SHARED_MEMORY_KIB")
     found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]

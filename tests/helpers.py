@@ -245,8 +245,16 @@ def case_named(name: str):
     return next(case for case in FORWARD_CASES if case.name == name)
 
 
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def ints(*values: int, device="cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def words(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:

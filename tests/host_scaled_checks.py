@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import H100
+from helpers import H100, bf16
 from host_cached_checks import events_of
 from test_host_work import work_of
 from test_rotate_and_quantize import COS, SIN, WRONG, K, Q, V
@@ -146,10 +146,6 @@ def rotary_call(**changed):
 def varlen(**changed):
     edges = torch.tensor([0, 9, 40], dtype=torch.int32)
     return rotary_call(rows=(40,), cu_seqlens=edges, max_seqlen=31) | changed
-
-
-def bf16(*shape):
-    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 # Calls that differ from rotary_call() in one property, and whether the operator takes them as they

@@ -234,7 +234,7 @@ def param_of(arguments):
     return pytest.param(arguments, id=name_of(arguments), marks=marks)
 
 
-@pytest.mark.parametrize("chip", ALIKE, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", ALIKE)
 def test_what_is_swept_is_launched_on_another_chip(chip):
     swept = [of for of in ALL if of[0] is chip and is_swept(of) and twin_of(of)]
     assert len(swept) >= len(HEAD_DIMS[chip])
@@ -254,9 +254,7 @@ def assert_alike(launch, other) -> None:
     assert (launch.constants, options) == (other.constants, others)
 
 
-@pytest.mark.parametrize(
-    ("chip", "head_dim"), [(A100, 16), (L4, 64)], ids=lambda x: getattr(x, "name", x)
-)
+@pytest.mark.parametrize(("chip", "head_dim"), [(A100, 16), (L4, 64)])
 def test_few_columns_of_k_beside_many_of_v_spill_little(chip, head_dim, compilers):
     """ptxas spilled 7 KB per thread where the kernel of dK and dV had as few of K as q. Each of
     both dims has the same blocks on both chips, whose tiles differ."""
@@ -351,7 +349,7 @@ SCORES = [(A100, 128, "slopes-sinks-causal"), (A100, 128, "bias"), (H100, 128, "
 SCORES += [(H100, 64, "slopes-full"), (H100, 64, "stored-bias")]
 
 
-@pytest.mark.parametrize("chip, head_dim, name", SCORES, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize("chip, head_dim, name", SCORES)
 def test_kernels_that_change_scores_fit_their_chip(compilers, chip, head_dim, name):
     reports = compilers.submit(compile_all, chip, head_dim, OF_SCORES[name], "bfloat16").result()
     assert ("bwd_dbias" in {report.kernel for report in reports}) == (name == "bias")
@@ -378,9 +376,7 @@ SWEPT += [(A100, 128, "full"), (RTX5090, 192, "varlen-causal-window")]
 ADDED += [pytest.param(*of, marks=pytest.mark.sweep) for of in SWEPT]
 
 
-@pytest.mark.parametrize(
-    "chip, head_dim, features", ADDED, ids=lambda x: getattr(x, "name", str(x))
-)
+@pytest.mark.parametrize("chip, head_dim, features", ADDED)
 def test_dq_of_further_kernels_is_added_once(compiler, chip, head_dim, features):
     (report,) = compiler((chip, head_dim, features, "bfloat16", True, None, 0, "bwd"))
     assert_dq_is_added_once(report, chip, head_dim, features, "bfloat16")
@@ -438,7 +434,6 @@ def test_odd_multiples_of_8_load_and_store_as_wide_as_the_next_of_16(
 @pytest.mark.parametrize(
     ("chip", "of"),
     [(A100, "int8"), (L4, "float8_e4m3fn"), *((H100, of) for of in EIGHT_BIT)],
-    ids=lambda x: getattr(x, "name", x),
 )
 def test_odd_multiples_of_8_load_8_bytes_of_8_bit_inputs(compiler, chip, of):
     """Their rows are multiples of 8 bytes apart. 4 bytes: lse, descales."""

@@ -83,7 +83,7 @@ def test_slots_of_no_key_are_taken():
     assert not flash_attn_func(*scaled).any()
 
 
-@pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("eight", EIGHT_BIT)
 @pytest.mark.parametrize("max_seqlen", [0, 3, 64])
 def test_a_length_that_is_too_small_never_leaves_the_tensors(max_seqlen, eight):
     """On a GPU nobody reads the lengths; an index out of bounds would lose the CUDA context."""
@@ -234,7 +234,7 @@ def test_hints_keep_a_call_on_hopper(hint):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("eight", EIGHT_BIT)
 def test_fast_accumulation_changes_no_bit_of_a_backend_that_adds_in_float32(eight, backend, device):
     rows, edges = HALF.to(device), EDGES.to(device)
     x = rows.unflatten(0, (2, 10))

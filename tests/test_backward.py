@@ -35,7 +35,7 @@ def run(case, tensors, backend, dout, dlse, **options):
 
 @pytest.mark.interpreted(quick=quick_case, sweep=swept_case)
 @pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
-@pytest.mark.parametrize("case", FORWARD_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FORWARD_CASES)
 def test_backward(case, backend, dtype, device):
     """Features without a gradient first, which a call finds another way to compute."""
     tensors = make_inputs(case, device, dtype, requires_grad=True)

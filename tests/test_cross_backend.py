@@ -53,7 +53,7 @@ def widened(tensors):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), COMPILED)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_compiled_kernels_agree_with_the_reference(case: Case, backend, dtype, device):
     tensors = make_inputs(case, device, dtype, requires_grad=True)
     exact = widened(tensors)
@@ -74,7 +74,7 @@ def test_compiled_kernels_agree_with_the_reference(case: Case, backend, dtype, d
 @pytest.mark.interpreted(quick=lambda case, form, backend: form == "int8 rotated")
 @pytest.mark.parametrize("backend", EVERY_BACKEND[:-1])
 @pytest.mark.parametrize("form", ["rotated", "int8 rotated"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_kernels_of_8_bits_agree_with_the_reference(case: Case, form, backend, device):
     given, _ = make_fp8_inputs(case, device, form)
     out, lse = call(case, given, return_lse=True, backend=backend)
@@ -88,7 +88,7 @@ def test_kernels_of_8_bits_agree_with_the_reference(case: Case, form, backend, d
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND[:-1])
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SMALL)
 def test_results_are_laid_out_alike(case, backend, device):
     """Shapes, dtypes and strides, which compiled graphs rely on, do not depend on the backend."""
     tensors = make_inputs(case, device, torch.float16, requires_grad=True)

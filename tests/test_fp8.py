@@ -239,7 +239,7 @@ ONE_KEY = (
 @pytest.mark.interpreted(quick=lambda case, form, **_: case.name == "one-key" and form == "head")
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("form", ["head", "block", "int8 block"])
-@pytest.mark.parametrize("case", ONE_KEY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ONE_KEY)
 def test_out_of_one_key_is_v(case, form, backend, device):
     """Softmax is 1 there, whatever a row of many keys needs as correction."""
     given, values = make_fp8_inputs(case, device, form)
@@ -361,7 +361,7 @@ def test_every_e4m3_is_widened_exactly(device):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
 @pytest.mark.parametrize("varlen", [False, True])
 def test_v_in_slots_is_v_in_rows(backend, dtype, varlen, device):
     q, k = (torch.randn(2, 90, 2, 64, device=device) for _ in range(2))
@@ -458,7 +458,7 @@ def test_compiled_calls(dynamic, dtype, device):
 
 
 @one_graph
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_compiled_calls_take_block_scaled_inputs(dtype, device):
     torch._dynamo.reset()
     q, k, v = (

@@ -64,7 +64,7 @@ def everywhere(*names: str):
             ("seqlen_k", LENGTHS),
             ("name", names),
         ):
-            test = pytest.mark.parametrize(argument, values, ids=str)(test)
+            test = pytest.mark.parametrize(argument, values)(test)
         return test
 
     return decorate
@@ -102,7 +102,7 @@ def test_every_distribution(name, seqlen_k, head_dim, dtype, backend, device):
 
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_a_head_with_v_descale_0_is_0(dtype, backend, device):
     """As blocks, and as FlashAttention-3's descale of a head."""
     (case,) = members("v-descale-zero", 300, 64)
@@ -149,7 +149,7 @@ def test_16_bit_tensors(name, seqlen_k, head_dim, dtype, backend, device):
 
 @needs_hopper
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_fast_accumulation_loses_what_is_documented(dtype, head_dim, device):
     """V = 1: 4096 values of one sign, whose sum WGMMA's accumulators cut off."""
     (case,) = members("ones", 4096, head_dim)
@@ -165,7 +165,7 @@ def test_fast_accumulation_loses_what_is_documented(dtype, head_dim, device):
     assert abs(bias(False)) < 0.01
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_heavy_keys_have_the_probability_that_they_are_named_for(dtype):
     for case in cases((256,), (64,)):
         if "heavy" in case.name:

@@ -160,8 +160,8 @@ def problem(block=128, seqlen=4096, dtype=FP8, **options):
     return described(tensors, **options)
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
-@pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
+@pytest.mark.parametrize("chip", GPUS)
 def test_triton_takes_8_bits_on_every_gpu(chip, dtype):
     """e4m3 is multiplied as it is from 8.9 on, where Triton compiles for the chip itself."""
     found = choose(problem(dtype=dtype), chip, WITHOUT_HOPPER)

@@ -112,7 +112,7 @@ GOLDEN_OPTIONS += [({"deterministic": True}, False), ({"sm_margin": 8}, False)]
 
 
 @pytest.mark.parametrize("dims", GOLDEN, ids=str)
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 def test_an_h100_with_the_library_gets_the_rows(dims, dtype):
     for options, masked in GOLDEN_OPTIONS:
         found = plan(qkv(*dims, dtype=dtype), **options)
@@ -158,30 +158,27 @@ ROWS_OF = {64: (1, 64), 128: (1, 768), 192: (64, 768)}
 KEYS_OF = {(64, 96): 257, (64, 112): 197}  # head dim and block_n → keys in such blocks
 
 
-@pytest.mark.parametrize(
-    "kernel_config", FORWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
-)
-def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(kernel_config):
-    dtype = DTYPES[kernel_config.dtype]
-    keys = KEYS_OF.get((kernel_config.head_dim, kernel_config.block_n), 4096)
-    longest = kernel_config.max_seqlen_k or keys
-    batch, seqlen_q = ROWS_OF[kernel_config.block_m]
+@pytest.mark.parametrize("config", FORWARD_CONFIGS)
+def test_a_row_that_no_gpu_has_run_is_left_to_who_names_the_backend(config):
+    dtype = DTYPES[config.dtype]
+    longest = config.max_seqlen_k or KEYS_OF.get((config.head_dim, config.block_n), 4096)
+    batch, seqlen_q = ROWS_OF[config.block_m]
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": longest, "heads": (16, 16)}
-    tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype, **sizes)
+    tensors = qkv(config.head_dim, config.head_dim_v, dtype=dtype, **sizes)
     careful = hopper(only_measured=True)
-    if kernel_config.term == SLOPES:
+    if config.term == SLOPES:
         tensors = tensors._replace(alibi_slopes=torch.empty(16, device="meta"))
-    if kernel_config.term == BIAS:
+    if config.term == BIAS:
         shape = 1, 16, seqlen_q, longest
         tensors = tensors._replace(bias=torch.empty(*shape, device="meta", dtype=dtype))
-    if kernel_config.listed:
+    if config.listed:
         tensors = with_mask(tensors)
-    causal = kernel_config.masked and not kernel_config.listed
-    options = {"causal": causal, "return_max_logit": kernel_config.term == LARGEST}
+    causal = config.masked and not config.listed
+    options = {"causal": causal, "return_max_logit": config.term == LARGEST}
     found = plan(tensors, careful, **options)
-    assert found.backend.name == ("hopper" if kernel_config.measured else "triton")
+    assert found.backend.name == ("hopper" if config.measured else "triton")
     named = plan(tensors, careful, backend="hopper", **options)
-    assert named.launch.config.kernel_config == kernel_config
+    assert named.launch.config.kernel_config == config
 
 
 def test_what_changes_scores_chooses_the_kernel():
@@ -245,7 +242,7 @@ LISTED |= {(192, 128): (192, 192), (192, 136): (256, 256), (256, 256): (256, 256
 
 
 @pytest.mark.parametrize("dims", LISTED, ids=str)
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 def test_a_mask_gets_a_row_with_lists_and_the_gradient_too(dims, dtype):
     for sizes in ((1, 1), (2, 8)):
         launch = plan(with_mask(qkv(*dims, dtype=dtype), *sizes)).launch
@@ -258,16 +255,11 @@ def test_a_mask_gets_a_row_with_lists_and_the_gradient_too(dims, dtype):
     assert few.packed is None and few.packing.reason == reason
 
 
-@pytest.mark.parametrize(
-    "kernel_config", BACKWARD_CONFIGS, ids=lambda kernel_config: kernel_config.name
-)
-def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(
-    kernel_config, monkeypatch
-):
-    dtype = DTYPES[kernel_config.dtype]
-    tensors = qkv(kernel_config.head_dim, kernel_config.head_dim_v, dtype=dtype)
+@pytest.mark.parametrize("config", BACKWARD_CONFIGS)
+def test_a_gradient_that_no_gpu_has_run_is_left_to_who_names_the_backend(config, monkeypatch):
+    tensors = qkv(config.head_dim, config.head_dim_v, dtype=DTYPES[config.dtype])
     for measured in ("", "H100, 2026-11-22"):
-        now = kernel_config._replace(measured=measured)
+        now = config._replace(measured=measured)
         monkeypatch.setattr(
             "flashattn3.backends.hopper.backend.select_backward_config", lambda *_, now=now: now
         )
@@ -311,7 +303,7 @@ def test_more_rows_than_are_counted_in_32_bits_are_refused_by_name(long, backend
     assert plan(qkv(8, heads=(1, 1), **{long: 2**30 - 1024})).backend.name == "hopper"
 
 
-@pytest.mark.parametrize("dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize("dtype", EIGHT_BIT)
 def test_the_operator_of_8_bits_gets_v_in_slots_and_whether_to_accumulate_fast(dtype):
     calls = []
 
@@ -347,9 +339,7 @@ def test_without_the_library_triton_runs_and_the_reason_names_the_command():
 
 
 def test_a_row_that_was_left_out_of_the_build_is_named():
-    some = frozenset(
-        kernel_config.name for kernel_config in all_configs() if kernel_config.head_dim == 128
-    )
+    some = frozenset(config.name for config in all_configs() if config.head_dim == 128)
     found = plan(qkv(96), hopper(some), causal=True)
     kernel_config = select_forward_config("bf16", 96, 96, True, seqlen_k=1024)
     assert found.backend.name == "triton"

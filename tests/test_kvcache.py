@@ -33,9 +33,7 @@ GPU_BACKENDS = CACHE_BACKENDS[1:]
 interpreted = pytest.mark.interpreted(quick=lambda backend, **_: backend == "reference")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_unwritten(poisoned_memory):
-    """out, lse and the workspace are NaN first."""
+pytestmark = pytest.mark.usefixtures("poisoned_memory")  # of out, lse and the workspace
 
 
 SPLIT = CacheCase("split", (700, 1, 90, 0), 2, page_size=16, options={"causal": True})
@@ -60,7 +58,6 @@ SPLIT_CASES = (
             for case, splits in (*((case, 0) for case in SPLIT_CASES), (SPLIT, 1))
         ),
     ],
-    ids=lambda x: getattr(x, "name", x),
 )
 def test_parts(case, backend, num_splits, device, monkeypatch):
     """Long enough to be cut into parts, which a test shorter than a part would not see."""
@@ -114,9 +111,7 @@ def test_several_parts_ran(num_splits, device, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "case", (*SPLIT_CASES, PAGED, RAGGED) if GPU else (SPLIT,), ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", (*SPLIT_CASES, PAGED, RAGGED) if GPU else (SPLIT,))
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_twenty_runs_are_bitwise_the_same(case, backend, device, monkeypatch):
     """On Hopper's forward kernels on any number of SMs; the decode kernel of a mixed batch divides
@@ -200,7 +195,6 @@ OF_SIGNS = (
         *itertools.product(OF_SIGNS, ("reference", "triton")),
         pytest.param(OF_SIGNS[0], "hopper", marks=needs_hopper),
     ],
-    ids=lambda x: getattr(x, "name", x),
 )
 def test_descales_of_any_sign(case, backend, device):
     """NaN shows in the rows of its sequence."""
@@ -331,9 +325,7 @@ def metadata_of(case, inputs, **changes):
     quick=lambda case, backend: backend == "reference" or case is METADATA_CASES[1]
 )
 @pytest.mark.parametrize("backend", CACHE_BACKENDS)
-@pytest.mark.parametrize(
-    "case", (*METADATA_CASES, PAGED, RAGGED) if GPU else METADATA_CASES, ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", (*METADATA_CASES, PAGED, RAGGED) if GPU else METADATA_CASES)
 def test_scheduler_metadata(case, backend, device, unchecked):
     """Metadata of the call changes nothing; of other lengths, its rows are NaN; of other options,
     all are."""

@@ -19,7 +19,7 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize("per", ["tokens", "heads"])
-@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [FP8, INT8])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_error_is_that_of_storing_k_and_v(backend, length, dtype, per, device):
@@ -43,7 +43,7 @@ NEEDLES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [FP8, INT8])
 @pytest.mark.parametrize(("backend", "length", "places"), NEEDLES)
 def test_a_key_of_half_the_weight_is_found_anywhere(backend, length, places, dtype, device):
     """In pages of 16, with one scale for each head."""

@@ -164,7 +164,7 @@ def by_sequence(case: CacheCase, arguments: dict, cache, descale):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=lambda x: str(x).removeprefix("torch."))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_bits_are_those_of_the_dequantized_cache(case, dtype, device, poisoned_memory):
     inputs = inputs_of(case, device, dtype)
     given = inputs.arguments

@@ -124,7 +124,7 @@ def compile_all(
     return compile_launches({name: launches[name] for name in names}, device, aligned)
 
 
-@pytest.mark.parametrize("chip", ALIKE, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", ALIKE)
 def test_what_is_swept_is_launched_on_another_chip(chip):
     from flashattn3.backends.triton.cache_tiles import select_tile
 

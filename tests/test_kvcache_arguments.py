@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import A100, CPU, H100, SIXTEEN_BIT, ints
+from helpers import A100, CPU, H100, SIXTEEN_BIT, ints, words
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn3 import (
@@ -27,10 +27,6 @@ from flashattn3.run import cached_plans
 from flashattn3.run.planner import choose
 
 B, SQ, H, HK, D, CAP, PAGE = 2, 3, 4, 2, 16, 32, 8
-
-
-def words(*shape):
-    return torch.zeros(shape, dtype=torch.int32)
 
 
 def legal(of=torch.float32):

@@ -15,7 +15,7 @@ from flashattn3 import flash_attn_with_kvcache
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 GPU_BACKENDS = CACHE_BACKENDS[1:]
 each_backend = pytest.mark.parametrize("backend", GPU_BACKENDS)
-every_case = pytest.mark.parametrize("case", [FEW, PAGED, RAGGED], ids=lambda case: case.name)
+every_case = pytest.mark.parametrize("case", [FEW, PAGED, RAGGED])
 
 
 @each_backend

@@ -16,12 +16,14 @@ from helpers import (
     ROOT,
     WITHOUT_HOPPER,
     Prepared,
+    bf16,
     built,
     cached_calls_of_an_h100,
     described,
     library_double,
     meta_qkv,
     needs_hopper,
+    words,
 )
 
 from flashattn3 import (
@@ -426,19 +428,11 @@ def call_of(**changes):
     return [given["lse"], *numbers, *(given.get(field.name) for field in DECODE_TENSORS)]
 
 
-def bf16(*shape):
-    return torch.zeros(shape, dtype=torch.bfloat16)
-
-
-def ints(*shape):
-    return torch.zeros(shape, dtype=torch.int32)
-
-
 WIDE = bf16(B, CAP, 8, 132)[..., :128]
 OFF = bf16(B * SQ * 32 * 128 + 1)[1:].view(B, SQ, 32, 128)
-TABLE = ints(B, 7)
+TABLE = words(B, 7)
 PAGES = {"k_cache": bf16(9, PAGE, 8, 128), "v_cache": bf16(9, PAGE, 8, 128), "page_table": TABLE}
-RAGGED = {"q": bf16(5, 32, 128), "lse": torch.zeros(32, 5), "cu_seqlens_q": ints(B + 1)}
+RAGGED = {"q": bf16(5, 32, 128), "lse": torch.zeros(32, 5), "cu_seqlens_q": words(B + 1)}
 ON_A_CPU = "q.device must be a GPU, got another device"  # the last check
 CALLS = [
     ({}, ON_A_CPU),
@@ -450,16 +444,16 @@ CALLS = [
     ({"lse": torch.zeros(B, 32, SQ).half()}, "lse.dtype must be float32"),
     ({"k_cache": WIDE}, "k_cache must be of rows at multiples of 16 bytes"),
     ({"v_cache": WIDE[:, 1:]}, "v_cache.shape must be (2, 128, 8, 128), got (2, 127, 8, 128)"),
-    ({"page_table": ints(B, 1)}, "page_table must be None of a dense launch, got a tensor"),
-    ({"cache_seqlens": ints(1)}, "cache_seqlens.shape must be (2,), got (1,)"),
-    ({"cache_seqlens": ints(B).long()}, "cache_seqlens must be int32, got another dtype"),
-    ({"cache_leftpad": ints(B, 2)[:, 0]}, "cache_leftpad must be contiguous"),
+    ({"page_table": words(B, 1)}, "page_table must be None of a dense launch, got a tensor"),
+    ({"cache_seqlens": words(1)}, "cache_seqlens.shape must be (2,), got (1,)"),
+    ({"cache_seqlens": words(B).long()}, "cache_seqlens must be int32, got another dtype"),
+    ({"cache_leftpad": words(B, 2)[:, 0]}, "cache_leftpad must be contiguous"),
     ({"sinks": bf16(32)}, "sinks must be float32, got another dtype"),
     ({"k_descale": torch.ones(1, 8)}, "k_descale.shape must be (2, 8), got (1, 8)"),
     ({"q_descale": torch.ones(B, 8).half()}, "q_descale.dtype must be float32"),
-    ({"tree_mask": ints(B, SQ, 2)}, "tree_mask.shape must be (2, 3, 1), got"),
+    ({"tree_mask": words(B, SQ, 2)}, "tree_mask.shape must be (2, 3, 1), got"),
     ({"tree_mask": torch.zeros(B, SQ, 1)}, "tree_mask.dtype must be int32, got another dtype"),
-    ({"scheduler_metadata": ints(B)}, "scheduler_metadata.shape must be (10,), got (2,)"),
+    ({"scheduler_metadata": words(B)}, "scheduler_metadata.shape must be (10,), got (2,)"),
     (
         {"k_cache": bf16(5, CAP, 8, 128), "v_cache": bf16(5, CAP, 8, 128)},
         "the number of caches must be 2, got 5",
@@ -480,7 +474,7 @@ CALLS = [
     ),
     (RAGGED, ON_A_CPU),
     (RAGGED | {"lse": torch.zeros(B, 32, SQ)}, "lse.shape must be (32, 5), got (2, 32, 3)"),
-    (RAGGED | {"cu_seqlens_q": ints(B)}, "the number of caches must be 1, got 2"),
+    (RAGGED | {"cu_seqlens_q": words(B)}, "the number of caches must be 1, got 2"),
     (RAGGED | {"q": bf16(B, SQ, 32, 128)}, "the number of axes of q must be 3, got 4"),
 ]
 
@@ -501,12 +495,12 @@ def test_tensors_of_another_call_are_named(changes, said):
 @pytest.mark.parametrize(
     ("pages", "seqlen", "said"),
     [
-        (ints(1, 3), None, ON_A_CPU),
-        (ints(1, 3), ints(1), ON_A_CPU),
-        (ints(2, 3), None, "prefix_page_table.shape[0] must be 1, got 2"),
-        (ints(3), None, "the number of axes of page_table must be 2, got 1"),
-        (ints(1, 3).long(), None, "page_table.dtype must be int32"),
-        (ints(1, 3), ints(2), "prefix_seqlen.shape must be (1,), got (2,)"),
+        (words(1, 3), None, ON_A_CPU),
+        (words(1, 3), words(1), ON_A_CPU),
+        (words(2, 3), None, "prefix_page_table.shape[0] must be 1, got 2"),
+        (words(3), None, "the number of axes of page_table must be 2, got 1"),
+        (words(1, 3).long(), None, "page_table.dtype must be int32"),
+        (words(1, 3), words(2), "prefix_seqlen.shape must be (1,), got (2,)"),
     ],
 )
 def test_a_prefix_of_another_shape_is_named(pages, seqlen, said):

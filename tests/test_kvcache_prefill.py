@@ -302,18 +302,16 @@ CHUNK_BACKENDS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_unwritten(poisoned_memory):
-    """out, lse and the workspace are NaN first."""
+pytestmark = pytest.mark.usefixtures("poisoned_memory")  # of out, lse and the workspace
 
 
 @pytest.mark.interpreted(
     quick=lambda case, backend, dtype: case.name in QUICK and dtype == torch.float16,
     sweep=lambda case, backend, dtype: case.name not in QUICK and case not in CHUNKS[:1],
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", CHUNK_BACKENDS)
-@pytest.mark.parametrize("case", CHUNKS + DECODE_CHUNKS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CHUNKS + DECODE_CHUNKS)
 def test_chunks_against_float64(case, backend, dtype, device):
     inputs = make_cache_inputs(case, device, dtype)
     if backend == "hopper":
@@ -323,16 +321,16 @@ def test_chunks_against_float64(case, backend, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
-@pytest.mark.parametrize("case", ODD_STRIDES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("case", ODD_STRIDES)
 def test_odd_strides_against_float64(case, dtype, device):
     inputs = make_cache_inputs(case, device, dtype)
     check_cached(case, inputs, *call_cached(inputs, backend="triton"), "triton")
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 @pytest.mark.parametrize("backend", CHUNK_BACKENDS[:2])
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dims", [(64, 32), (128, 16), (40, 24)], ids=str)
 def test_tensors_that_begin_anywhere_against_float64(dims, stored, backend, dtype, device):
     """One element further than a multiple of 16 bytes."""

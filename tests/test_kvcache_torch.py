@@ -46,7 +46,7 @@ def operands(case, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 def test_opcheck_decode(case, backend, device):
     inputs, tensors = operands(case, device)
     options = DecodeOptions(causal=True, backend=backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import needs_hopper
+from helpers import needs_hopper, words
 from support.kvcache import CacheCase, call_cached, make_cache_inputs, words_of
 
 import flashattn3
@@ -29,10 +29,6 @@ def test_a_path_of_a_tree_is_a_sequence(backend, device):
         keys = [*range(20), *(20 + token for token in path)]
         alone = flash_attn_func(q[:, 20 + node, None], k[:, keys], v[:, keys], backend="reference")
         torch.testing.assert_close(out[:, node], alone[:, 0], rtol=2e-3, atol=2e-3)
-
-
-def words(*shape: int, dtype=torch.int32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -105,7 +105,7 @@ ON_HOPPER = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [*BACKENDS, *ON_HOPPER], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), [*BACKENDS, *ON_HOPPER])
 @pytest.mark.parametrize("case", CASES)
 def test_attention_sees_what_the_mask_shows(case, backend, dtype):
     make, shape, keys, heads_kv, dims, options = CASES[case]
@@ -123,7 +123,7 @@ def test_attention_sees_what_the_mask_shows(case, backend, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "dtype"), [BACKENDS[0], *ON_HOPPER], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), [BACKENDS[0], *ON_HOPPER])
 def test_random_masks(backend, dtype):
     for seed in range(200):
         mask, seen = random_case(seed)
@@ -136,7 +136,7 @@ def test_random_masks(backend, dtype):
 
 @on_hopper_gpu
 @pytest.mark.parametrize("dims", ((64,), (128,), (104, 72), (192, 128), (256,)), ids=str)
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 def test_each_hopper_kernel_sees_what_the_mask_shows(dims, dtype):
     """Also gradients beyond 128 columns, which Triton computes."""
     for sizes, heads_kv in (((1, 1), 4), ((2, 4), 2), ((1, 4), 1)):
@@ -184,7 +184,7 @@ def test_deterministic_gradients_of_hopper_have_the_same_bits(dim):
         assert all(map(torch.equal, found, first))
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [*BACKENDS[1:], *ON_HOPPER], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), [*BACKENDS[1:], *ON_HOPPER])
 def test_hidden_keys_have_no_influence_and_no_gradient(backend, dtype):
     """Keys that a head's block of queries does not see may be NaN for it; keys that nobody sees
     have gradients that are exactly 0."""
@@ -208,7 +208,7 @@ def test_hidden_keys_have_no_influence_and_no_gradient(backend, dtype):
         assert torch.count_nonzero(x[:, ~nobody]) > 0
 
 
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS[1:], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS[1:])
 @pytest.mark.parametrize(
     ("value", "deterministic"), ((math.nan, False), (math.nan, True), (-math.inf, False))
 )

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import EVERY_BACKEND, GPU, case_named, needs_hopper
+from helpers import EVERY_BACKEND, GPU, case_named, ints, needs_hopper
 from support.cases import call
 from support.inputs import make_inputs, make_output_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,10 +96,6 @@ def guarded_run(backend: str, tensors: Tensors, **options) -> list[torch.Tensor]
         gradients = plan.launch.backward(dout, dlse, out, lse, tensors)
     guard.assert_untouched()
     return [out, lse, *gradients]
-
-
-def ints(*values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 CORRUPT = {

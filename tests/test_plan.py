@@ -104,7 +104,7 @@ def test_the_wider_head_dim_decides():
     assert tiles(A100, 64, dv=192).head_dim == 192
 
 
-@pytest.mark.parametrize("device", [A100, L4], ids=lambda d: d.name)
+@pytest.mark.parametrize("device", [A100, L4])
 @pytest.mark.parametrize("d", [136, 192, 256])
 def test_few_columns_of_v_have_a_row(d, device):
     """With whole columns, as in 8 bits, the wider head dim decides."""
@@ -128,7 +128,7 @@ def test_every_row_is_chosen_by_some_chip():
     assert chosen == set(TILE_CONFIGS)
 
 
-@pytest.mark.parametrize("device", [CPU, T4], ids=lambda d: d.name)
+@pytest.mark.parametrize("device", [CPU, T4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_without_a_gpu_from_8_0_the_reference_runs(device, dtype):
     found = plan(device, dtype=dtype)
@@ -149,7 +149,7 @@ DECLINED = [
 
 
 @pytest.mark.parametrize(("change", "reason"), DECLINED)
-@pytest.mark.parametrize("device", GPUS, ids=lambda d: d.name)
+@pytest.mark.parametrize("device", GPUS)
 def test_what_triton_declines_goes_to_the_reference_unless_triton_is_named(device, change, reason):
     found = plan(device, **change)
     assert found.backend.name == "reference"

@@ -29,7 +29,7 @@ from flashattn3.quantization import (
 )
 
 LARGEST = {FP8: 448, INT8: 127}
-of_both = pytest.mark.parametrize("eight", EIGHT_BIT, ids=str)
+of_both = pytest.mark.parametrize("eight", EIGHT_BIT)
 interpreted = pytest.mark.skipif(GPU, reason="runs in Triton's interpreter, on the CPU")
 
 
@@ -615,7 +615,7 @@ def test_ragged_q_k_and_v_at_once(eight, device, poisoned_memory):
 
 
 @on_hopper_gpu
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 @pytest.mark.parametrize("block", [64, 128, 256])
 @pytest.mark.parametrize(
     ("hadamard", "head_dim"),

@@ -68,7 +68,7 @@ def holds(case, tensors, backend, **options) -> str | None:
     gradients_hold(case, tensors, got, dout, dlse, backend)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("backend", "dtype"), DTYPES_HERE)
 def test_scores(case, backend, dtype, device, poisoned_memory):
     declined = holds(case, make_inputs(case, device, dtype, requires_grad=True), backend)
@@ -83,7 +83,7 @@ FEW_ROWS = (
 )
 
 
-@pytest.mark.parametrize("case", FEW_ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FEW_ROWS)
 @pytest.mark.parametrize("backend", (EVERY_BACKEND[0], "reference"))
 def test_few_query_rows_with_sinks(case, backend, device, poisoned_memory):
     tensors = make_inputs(case, device, torch.bfloat16, requires_grad=True)

@@ -25,10 +25,10 @@ from flashattn3_bench.checking.fp64_reference import heads_of
 
 CASE = dense("causal-empty-rows", (129, 65), (4, 2), causal=True)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+@pytest.fixture(scope="module", params=DTYPES)
 def outcome(request):
     """truth, baseline and result of out; the result is the fp64 reference rounded, the best there
     is; and what rounding can do to it.
@@ -234,7 +234,7 @@ def kernel(tensors, dout, dlse, dtype):
     return [x.to(dtype)[None, :, None] for x in results]
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("shape", [(1, 2, 1), (2, 3, 4)], ids=str)
 def test_a_right_kernel_passes_where_the_baseline_is_right_by_luck(shape, dtype):
     sq, sk, head_dim = shape
