@@ -18,6 +18,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 OTHER_CONFIGS = {
     "attention/alibi.cuh",
     "attention/bias.cuh",
+    "attention/joined_lists.cuh",
     "attention/largest_score.cuh",
     "attention/list_sizes.h",
     "attention/mask_lists.cuh",

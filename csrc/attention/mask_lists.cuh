@@ -29,18 +29,26 @@ struct MaskLists {
   int row_blocks, column_blocks;
   int num_tiles;
 
-  // The blocks of the rank-th longest row block. Values are clamped, so that no mask causes an
+  __device__ __forceinline__ int64_t row_blocks_before(int batch_idx, int head) const {
+    return (int64_t{batch_idx} * batch_lists + int64_t{head} * head_lists) * row_blocks;
+  }
+  // The rank-th longest row block. Values are clamped, here and below, so that no mask causes an
   // access outside of these tensors.
+  __device__ __forceinline__ int row_block_of(int64_t before, int rank) const {
+    return min(max(__ldg(&work[before + rank].w), 0), row_blocks - 1);
+  }
+  __device__ __forceinline__ ListedBlocks blocks_of(int64_t before, int row_block) const {
+    const int4 found = __ldg(work + before + row_block);
+    const int num_blocks = min(max(found.y, 0), column_blocks);
+    return {entries + (before + row_block) * column_blocks, min(found.x, num_blocks), num_blocks,
+            max(found.z, 0)};
+  }
+  // The blocks of the rank-th longest row block.
   __device__ __forceinline__ ListedBlocks blocks_of(int batch_idx, int head, int rank,
                                                     int& row_block) const {
-    const int64_t row_blocks_before =
-        (int64_t{batch_idx} * batch_lists + int64_t{head} * head_lists) * row_blocks;
-    const int4* of_list = work + row_blocks_before;
-    row_block = min(max(__ldg(&of_list[rank].w), 0), row_blocks - 1);
-    const int4 found = __ldg(of_list + row_block);
-    const int num_blocks = min(max(found.y, 0), column_blocks);
-    return {entries + (row_blocks_before + row_block) * column_blocks, min(found.x, num_blocks),
-            num_blocks, max(found.z, 0)};
+    const int64_t before = row_blocks_before(batch_idx, head);
+    row_block = row_block_of(before, rank);
+    return blocks_of(before, row_block);
   }
   __device__ __forceinline__ const uint8_t* tile(int index) const {
     return tiles + int64_t{min(index, num_tiles - 1)} * kBitTileBytes;
@@ -124,6 +132,21 @@ struct ThreadBits {
         bits.fill(i, first + i < num_full ? ~0u : 0u);
       } else {
         bits.load(i, tiles + i * kBitTileBytes);
+      }
+    }
+    return bits;
+  }
+
+  // kinds: two bits for each block (joined_lists.cuh). tiles: as above, tile_bytes apart.
+  static __device__ __forceinline__ ThreadBits of_kinds(uint32_t kinds, const uint8_t* tiles,
+                                                        int tile_bytes) {
+    ThreadBits bits;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      if ((kinds >> 2 * i & 3) == 1) {
+        bits.load(i, tiles + i * tile_bytes);
+      } else {
+        bits.fill(i, kinds >> 2 * i & 2 ? ~0u : 0u);
       }
     }
     return bits;

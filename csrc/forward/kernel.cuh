@@ -43,6 +43,7 @@ class Consumer : Mainloop {
       if (!ahead) {
         work = get_next_work();
         if (!work.any()) return;
+        if constexpr (Traits::kJoined) this->pass_above(work.above);
         this->begin_tile(this->tile());
         start_first_qk(s, work, kv_);
         warpgroup_wait<0>();
@@ -100,6 +101,7 @@ class Consumer : Mainloop {
   }
 
   __device__ __forceinline__ Work work_of(const typename Mainloop::Tile& tile) const {
+    if constexpr (Traits::kJoined) return tile.template share<Work>(warpgroup_);
     const int first_row = uniform(tile.row_origin(warpgroup_)) + warpgroup_ * 64;
     const int num_rows = uniform(tile.num_rows);
     const BlockRange all{uniform(tile.n_blocks.begin), uniform(tile.n_blocks.end)};
@@ -201,7 +203,8 @@ struct Roles {
   // warp: of the producer warpgroup.
   static __device__ __forceinline__ void run_producer(const Arguments& args, uint8_t* shared,
                                                       int warp) {
-    run_producer_warp<kConfig, ZeroFill<kConfig>>(args, shared, warp);
+    using SecondWarp = std::conditional_t<Traits::kJoined, ListJoiner<kConfig>, ZeroFill<kConfig>>;
+    run_producer_warp<kConfig, SecondWarp>(args, shared, warp);
   }
 };
 

@@ -35,7 +35,7 @@ class Producer {
   using Tile = typename SharedStorageOf<kConfig>::Tile;
   // KV blocks before the end of a work tile at which the producer requests the next tile, and loads
   // its Q: late, so that the CTA that is ready first gets it; early enough to hide both latencies.
-  static constexpr int kRequestBlocks = 5;
+  static constexpr int kRequestBlocks = Traits::kJoined ? 12 : 5;  // lists are joined meanwhile
   static constexpr int kNextWorkBlocks = 4;
 
  public:
@@ -43,7 +43,8 @@ class Producer {
       : args_(args),
         storage_(*reinterpret_cast<SharedStorageOf<kConfig>*>(shared)),
         shared_(shared),
-        tiles_(args.scheduler) {}
+        tiles_(args.scheduler),
+        lists_(args, shared) {}
 
   __device__ __forceinline__ void run() {
     Load load, next;
@@ -55,8 +56,10 @@ class Producer {
       const int request_at = max(0, num_blocks - kRequestBlocks);
       // A second Q buffer is free once the consumers are in this tile; the first reuse of a K stage
       // shows that.
-      const int next_work_at =
-          Traits::kQBuffers >= 2 ? max(Traits::kStages, num_blocks - kNextWorkBlocks) : num_blocks;
+      const int next_work_at = Traits::kJoined ? request_at + 1
+                               : Traits::kQBuffers >= 2
+                                   ? max(Traits::kStages, num_blocks - kNextWorkBlocks)
+                                   : num_blocks;
       for (int i = 0; i < num_blocks; ++i) {
         if (i == request_at) tiles_.request();
         if (i == 0) load_k(load, 0);
@@ -66,11 +69,15 @@ class Producer {
       }
       if (num_blocks == 0) tiles_.request();
       if (next_work_at >= num_blocks) more = get_next_work(next);
+      if constexpr (Traits::kJoined) {
+        if (more) load_q(next);
+      }
       load = next;
     }
     Tile end{};
     end.first_row = -1;
     publish(end);
+    if constexpr (Traits::kJoined) lists_.ask(0, 0, -1);
     tiles_.reset();
   }
 
@@ -128,10 +135,7 @@ class Producer {
     load.kv_offset = keys.offset;
     load.tile.batch_idx = batch_idx;
     load.rotation = rotation_of<kConfig>(args_, load.tile);
-    if constexpr (Traits::kListed) {
-      load.tile.set_lists(args_, coord.block);
-      load.q_row = load.tile.first_row;
-    }
+    if constexpr (Traits::kListed) lists_.place(args_, load, coord.block);
     return load;
   }
 
@@ -139,7 +143,7 @@ class Producer {
   __device__ __forceinline__ bool get_next_work(Load& next) {
     tiles_.advance();
     if (!next_valid_tile(next)) return false;
-    load_q(next);
+    if constexpr (!Traits::kJoined) load_q(next);
     return true;
   }
 
@@ -162,7 +166,8 @@ class Producer {
     tile_.advance();
   }
 
-  __device__ __forceinline__ void load_q(const Load& load) {
+  __device__ __forceinline__ void load_q(Load& load) {
+    if constexpr (Traits::kJoined) lists_.finish(load.tile);
     if (load.tile.n_blocks.empty()) return;
     // Sync: every consumer warp has released this buffer.
     storage_.q_empty[q_.index()].wait(q_.phase());
@@ -173,17 +178,15 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_k(const Load& load, int i) {
-    const auto group = group_of<Traits>(load.tile, i);
+    if constexpr (Traits::kListed) {
+      lists_.load_k(args_, load, i, k_);
+      k_.advance();
+      return;
+    }
     // Sync: every consumer warp has released the stage.
     storage_.k_empty[k_.index()].wait(k_.phase());
     uint8_t* stage = shared_ + Traits::kKOffset + k_.index() * Traits::kKBytes;
     Barrier& full = storage_.k_full[k_.index()];
-    if constexpr (Traits::kListed) {
-      load_listed_k<Traits>(args_, stage, shared_ + Traits::beside_k_offset(k_.index()), full, load,
-                            group);
-      k_.advance();
-      return;
-    }
     full.arrive_and_expect(Traits::kKBytes + Traits::kBesideKBytes);
     copy_tile<Traits::kBlockN, Traits::kAtoms, Traits::kAtomColumns>(
         stage, &args_.k, full, kReadAgain, load.kv_row_of(i), load.kv_head, load.kv_batch_coord);
@@ -198,17 +201,13 @@ class Producer {
   }
 
   __device__ __forceinline__ void load_v(const Load& load, int i) {
-    const auto group = group_of<Traits>(load.tile, i);
-    storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for K.
-    uint8_t* stage = shared_ + Traits::kVOffset + v_.index() * Traits::kVBytes;
     if constexpr (Traits::kListed) {
-      // Sync: as below.
-      const bool fills = Traits::kQuantized && group.ends_inside(load.tile.num_keys);
-      Barrier& full = fills ? storage_.v_unfilled_full[v_.index()] : storage_.v_full[v_.index()];
-      load_listed_v<Traits>(args_, stage, full, load, group);
+      lists_.load_v(args_, load, i, v_);
       v_.advance();
       return;
     }
+    storage_.v_empty[v_.index()].wait(v_.phase());  // Sync: as for K.
+    uint8_t* stage = shared_ + Traits::kVOffset + v_.index() * Traits::kVBytes;
     const int first_key = load.first_key(i);
     const int keys = load.tile.num_keys - first_key;
     // Sync: v_full, or the barrier that the zero fill warp waits for before it arrives at v_full.
@@ -233,6 +232,7 @@ class Producer {
   SharedStorageOf<kConfig>& storage_;
   uint8_t* shared_;
   TileScheduler tiles_;
+  ListLoader<kConfig> lists_;
   PipelineState<SharedStorageOf<kConfig>::kTileBuffers> tile_{1};
   PipelineState<Traits::kQBuffers> q_{1};
   PipelineState<Traits::kStages> k_{1};

@@ -58,15 +58,17 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
     // kv_ is one block behind kv: it is at the stage whose V has yet to be multiplied.
     PipelineState<kStages> kv = kv_.next();
     if (at.has_next()) this->wait_for_k(kv);
+    this->pass_k(kv, at);
     for (at.advance(); at.has_this(); at.advance()) {
       this->gemm_qk(s, kv);
       this->wait_for_v(kv_);
       this->gemm_pv(o, p, kv_);
+      this->read_kinds(kv, at);
       warpgroup_wait<1>();
       warpgroup_fence_operand(s);
       float factor[2];  // rescales O; set only if change.rescaled
       const Change change = softmax_step(s, softmax, factor, scale, kv, at);
-      const PipelineState<kStages> next = kv.next();
+      PipelineState<kStages> next = kv.next();
       // A branch that depends on the sums of the exponentials keeps the whole softmax before the
       // wait for O: ptxas would move the wait up or the exponentials down, and nothing would
       // overlap the PV GEMM. (Those sums are never negative.)
@@ -74,8 +76,10 @@ class Mainloop : protected ScoreOptions<kConfig, Storage> {
       warpgroup_wait<0>();
       warpgroup_fence_operand(o);
       this->release_v(kv_);
+      this->pass_v(at);
       if (change.rescaled) this->rescale(o, factor);
       pack_probabilities<kElement, kBlockN>(p, s);
+      this->pass_k(next, at);
       kv_ = kv;
       kv = next;
     }

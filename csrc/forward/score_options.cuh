@@ -22,10 +22,12 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
   using Base::args_, Base::kBlockN, Base::kElement, Base::kStages;
   using typename Base::Tile, typename Base::Traits;
 
+  static constexpr int kStageBlocks = kBlockN / kListColumns;  // with lists
   static constexpr bool kHasSlopes = has_slopes(Traits::kConfig.term);
   static constexpr bool kLooks = Traits::kConfig.term == ScoreTerm::kLargest;
   using Scores = float[kBlockN / 2];
-  using Walk = std::conditional_t<kHasSlopes, RotatedWalk, BlockWalk>;
+  using Walk = std::conditional_t<kHasSlopes, RotatedWalk,
+                                  std::conditional_t<Traits::kJoined, JoinedWalk, BlockWalk>>;
   using Largest = std::conditional_t<kLooks, LargestScore, NoScore>;
   using Softmax = OnlineSoftmax<kElement, kBlockN, Traits::kMasked, Largest>;
 
@@ -54,20 +56,83 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
     }
   }
 
-  // Returns the walk of the base, in which no block of new tokens is full if there is a tree.
-  __device__ __forceinline__ BlockWalk walk(BlockRange visited) const {
-    BlockWalk at = Base::walk(visited);
-    if constexpr (Traits::kTree) {
-      const int first_new = uniform(this->tile().num_keys) - uniform(this->tile().num_rows);
-      at.full.end = max(at.full.begin, min(at.full.end, first_new / kBlockN));
+  // Returns the walk of the base, in which no block of new tokens is full if there is a tree, or
+  // that of joined lists.
+  __device__ __forceinline__ auto walk(BlockRange visited) const {
+    if constexpr (Traits::kJoined) {
+      return this->tile().walk(this->warpgroup_);
+    } else {
+      BlockWalk at = Base::walk(visited);
+      if constexpr (Traits::kTree) {
+        const int first_new = uniform(this->tile().num_keys) - uniform(this->tile().num_rows);
+        at.full.end = max(at.full.begin, min(at.full.end, first_new / kBlockN));
+      }
+      return at;
     }
-    return at;
+  }
+
+  // Joined lists: reads the kinds of a stage's blocks. Early, since the softmax branches on them.
+  __device__ __forceinline__ void read_kinds(const PipelineState<kStages>& kv, Walk& at) const {
+    if constexpr (Traits::kJoined) {
+      at.kinds = uniform(this->storage_.kinds[kv.index()] >> at.shift & 0xff);
+    }
+  }
+  // Past all stages before the first one of a work tile, if there are so many that K of later ones
+  // would wait for their V.
+  __device__ __forceinline__ void pass_above(int& above) {
+    if (above <= kStages) return;
+    for (; above > 0; --above) {
+      this->wait_for_k(this->kv_);
+      this->release_k(this->kv_);
+      this->skip_v(1);
+    }
+  }
+  // Past the K stage that the walk passes. kv: the stage after this block's, where K is loaded.
+  __device__ __forceinline__ void pass_k(PipelineState<kStages>& kv, const Walk& at) {
+    if constexpr (Traits::kJoined) {
+      if (!at.passes_next()) return;
+      this->release_k(kv);
+      kv.advance();
+      this->wait_for_k(kv);
+    }
+  }
+  // Past the V stage that the walk passed before this block.
+  __device__ __forceinline__ void pass_v(const Walk& at) {
+    if constexpr (Traits::kJoined) {
+      if (!at.has_passed) return;
+      this->kv_.advance();
+      this->wait_for_v(this->kv_);
+      __syncwarp();
+      this->release_v(this->kv_);
+    }
+  }
+
+  // Whether a block, or with lists each of a stage, is seen by all rows.
+  static __device__ __forceinline__ bool is_full(const Walk& at) {
+    if constexpr (Traits::kJoined) {
+      return at.kinds == kAllFull<kStageBlocks>;
+    } else {
+      return at.is_full();
+    }
+  }
+  // The bits of the blocks of a stage.
+  __device__ __forceinline__ auto bits_of(const Walk& at, const PipelineState<kStages>& kv) const {
+    if constexpr (Traits::kJoined) {
+      const uint8_t* tiles = this->shared_ + Traits::beside_k_offset(kv.index());
+      return ThreadBits<kStageBlocks>::of_kinds(at.kinds, tiles, Traits::kBlockM * 8);
+    } else {
+      return Base::bits_of(at, kv);
+    }
   }
 
   // Masks scores as the base does, and hides the new tokens that a tree does not show.
   __device__ __forceinline__ void mask(Scores& s, const Walk& at,
                                        const PipelineState<kStages>& kv) const {
-    Base::mask(s, at, kv);
+    if constexpr (Traits::kJoined) {
+      if (!is_full(at)) bits_of(at, kv).hide(s, -INFINITY);
+    } else {
+      Base::mask(s, at, kv);
+    }
     if constexpr (Traits::kTree) {
       const int first_token = this->first_key(at) - (this->tile().num_keys - this->tile().num_rows);
       if (first_token > -kBlockN) tree_.template hide<kBlockN>(s, first_token);
@@ -82,6 +147,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
       at.rotation = uniform(rotation_of<kConfig>(args_, tile));
     }
     if constexpr (kLooks) softmax.largest.begin_tile(known_);
+    read_kinds(this->kv_, at);
   }
 
   // Converts what transform() and add_bias() leave to exponents.
@@ -117,7 +183,7 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
                                                        const Walk& at) const {
     add_bias(s, kv);
     if constexpr (Traits::kListed) {
-      if (!at.is_full()) return softmax.exponentiate_at_once(s, scale, this->bits_of(at, kv));
+      if (!is_full(at)) return softmax.exponentiate_at_once(s, scale, bits_of(at, kv));
     }
     if constexpr (kHasSlopes) {
       if (term_.any()) {

@@ -59,7 +59,7 @@ struct KernelTraits : OptionTraits<kTheConfig> {
   // Byte offsets in shared memory: SharedStorage, Q buffers, K stages, staged out (if it does not
   // overlay Q; with spans over their total, if it is there), V stages, and what the K stages have
   // beside K.
-  static constexpr int kQOffset = kQuantized && kHeadDim <= 128 ? 2048 : 1024;
+  static constexpr int kQOffset = Options::kStorageBytes;
   static constexpr int kKOffset = kQOffset + kQBuffers * kQBytes;
   static constexpr int kOutOffset = kKOffset + kStages * kKBytes;
   static constexpr int kVOffset = kOutOffset + kStagedBytes;

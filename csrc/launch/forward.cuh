@@ -45,7 +45,8 @@ TileShape forward_tile_shape(const AttentionProblem& problem) {
 
 template <forward::Config kConfig>
 WorkTiles forward_tiles(const AttentionProblem& problem) {
-  const TileShape shape = forward_tile_shape<kConfig>(problem);
+  TileShape shape = forward_tile_shape<kConfig>(problem);
+  if constexpr (kConfig.listed) shape = {.rows = kListRows};  // the order is that of row blocks
   return {.shape = shape,
           .longest = problem.seqlen_q,
           .total = problem.total_q,
@@ -58,6 +59,11 @@ WorkTiles forward_tiles(const AttentionProblem& problem) {
 template <forward::Config kConfig>
 void check_problem(const char* name, const AttentionProblem& problem) {
   check_fits(name, kConfig, problem);
+  if constexpr (forward::OptionTraits<kConfig>::kJoined) {
+    const std::string wanted = "at most " + std::to_string(kMostJoinedColumns);
+    expect(problem.seqlen_k <= kMostJoinedColumns, "launch", "seqlen_k",
+           wanted + " for " + std::string(name), problem.seqlen_k);
+  }
   if (kConfig.masked || !problem.masked()) return;
   const std::string wanted = "-1 for " + std::string(name);
   expect(problem.window_left < 0, "launch", "window_left", wanted, problem.window_left);

@@ -11,6 +11,7 @@
 #include "unit/attention/block_list_test.cuh"
 #include "unit/attention/block_scale_test.cuh"
 #include "unit/attention/descale_test.cuh"
+#include "unit/attention/joined_lists_test.cuh"
 #include "unit/attention/largest_score_test.cuh"
 #include "unit/attention/mask_lists_test.cuh"
 #include "unit/attention/seqlen_test.cuh"

@@ -60,6 +60,12 @@ MEASURED_BIAS = "H100 80GB HBM3, beside FlexAttention, 2026-11-27"
 MEASURED_8 = "H200, forward_check --time, 2026-11-23"
 MEASURED_SCORES = "H100 80GB HBM3, forward_check, 2026-11-27"
 MEASURED_WIDE_SCORES = "H200, beside Triton, 2026-11-28"
+# Work tiles with rows of two lists; keys: kMostJoinedColumns of csrc/attention/list_sizes.h.
+JOINED = {
+    "listed": True,
+    "max_seqlen_k": 524288,
+    "measured": "H200, flashattn3 bench --suite masks, 2026-12-01",
+}
 # dtypes, head dim, masked, block_m, block_n, num_stages, num_mma_warpgroups, num_q_buffers
 FORWARD_CONFIGS = (
     *_forward_configs(SIXTEEN_BIT, 64, False, 192, 128, 4, 3, 4, measured=MEASURED_64),
@@ -117,9 +123,7 @@ FORWARD_CONFIGS = (
     *_forward_configs(
         SIXTEEN_BIT, 256, True, 128, 64, 2, 2, 1, term=LARGEST, measured=MEASURED_WIDE_SCORES
     ),
-    *_forward_configs(
-        SIXTEEN_BIT, 64, True, 128, 128, 4, 2, 2, listed=True, measured=MEASURED_MASK
-    ),
+    *_forward_configs(SIXTEEN_BIT, 64, True, 192, 128, 4, 3, 3, **JOINED),
     *_forward_configs(
         SIXTEEN_BIT, 128, True, 128, 128, 2, 2, 2, listed=True, measured=MEASURED_MASK
     ),

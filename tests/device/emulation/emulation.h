@@ -350,6 +350,7 @@ inline int atomicMax(int* at, int value) { return std::exchange(*at, std::max(*a
 inline unsigned atomicMin(unsigned* at, unsigned value) {
   return std::exchange(*at, std::min(*at, value));
 }
+inline unsigned atomicOr(unsigned* at, unsigned bits) { return std::exchange(*at, *at | bits); }
 inline int atomicExch(int* at, int value) { return std::exchange(*at, value); }
 inline void __threadfence() {}
 template <class Value>
