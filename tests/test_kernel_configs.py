@@ -155,6 +155,12 @@ def test_work_tiles_of_lists_are_blocks_of_rows():
             assert config.block_n % BLOCK_COLUMNS == 0
             assert config.dtype in SIXTEEN_BIT or BLOCK_COLUMNS % config.keys_per_descale == 0
     assert all(config.block_n == BLOCK_ROWS for config in BACKWARD_CONFIGS if config.listed)
+    # Joined lists have a bit for each block of columns; beyond, another config serves.
+    sizes = (ROOT / "csrc" / "attention" / "list_sizes.h").read_text()
+    most = 32 * int(re.search(r"kJoinedWords = (\d+);", sizes)[1]) * BLOCK_COLUMNS
+    for keys, rows in ((most, 1.5 * BLOCK_ROWS), (most + 1, BLOCK_ROWS)):
+        config = select_forward_config("bf16", 64, 64, True, keys, listed=True)
+        assert config.block_m == rows
 
 
 def test_a_forward_of_spans_sums_the_keys_of_the_decode_kernel():
