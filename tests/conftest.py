@@ -81,7 +81,7 @@ def _interpret_without_gpu() -> None:
 
 
 def pytest_make_parametrize_id(val):
-    """What has a name is called by it, a dtype as torch prints it."""
+    """The id of a value is its ``name``, if it has one; that of a dtype is what torch prints."""
     name = str(val) if type(val).__name__ == "dtype" else getattr(val, "name", None)
     return name if isinstance(name, str) else None
 

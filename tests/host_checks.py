@@ -54,7 +54,8 @@ from flashattn3.run.mask_launches import known_masks
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 SCORE_NODE = "ScaledDotProductFusedAttentionOverrideableBackward0"
 OWN_NODE = "_AttentionBackward"
-# Of equal calls they differ: descriptors are cached, arguments have words that nothing wrote.
+# Events in which equal calls differ: descriptors are cached, and arguments have words that nothing
+# wrote.
 DIFFERENT = "descriptor", "strides", "arguments"
 
 

@@ -41,7 +41,7 @@ HEADERS = [
     path.relative_to(ROOT / "csrc")
     for folder in FOLDERS
     for path in sorted((ROOT / "csrc" / folder).iterdir())
-    if path.name not in ("score_term.h", "list_sizes.h")  # two enumerations, three sizes
+    if path.name not in ("score_term.h", "list_sizes.h")  # two enumerations, and sizes
     and str(path.relative_to(ROOT / "csrc")) not in EMULATED
 ]
 HEADERS.append(Path("decode/work_share.cuh"))  # the header of a kernel folder that has tests

@@ -319,7 +319,8 @@ def test_exact_rows_are_taken_as_by_torch(name, dtype, device):
 
 
 def resources_of_exact_rows(no_dlse, columns, stride):
-    """As registers_without_descales."""
+    """What take_exact_rows takes on each chip, in a process of its own, for the reason that
+    registers_without_descales gives."""
     from flashattn3_bench.ahead_of_time import compile_kernel, resources
 
     types = torch.bfloat16, torch.bfloat16, torch.bfloat16

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/mask_lists.cuh"
+#include "ptx/warp_sum.cuh"
 
 namespace flashattn3 {
 
@@ -71,9 +72,8 @@ struct JoinedWalk {
   __host__ __device__ __forceinline__ int block() const { return position; }
 };
 
-// The kinds of a stage's blocks, two bits for each block of a list, a byte for each list.
-enum BlockKind : uint32_t { kHiddenBlock, kPartialBlock, kFullBlock };
-
+// The kinds of a stage's blocks in a list, two bits each, if all are full. A stage has a byte for
+// each list.
 template <int kBlocks>
 constexpr uint32_t kAllFull = kFullBlock * (kBlocks == 1 ? 1 : 5);
 
@@ -165,13 +165,7 @@ struct JoinedLists {
   }
   // The sum of `total` and the counts of the lanes before; adds the counts of all to `total`.
   static __device__ __forceinline__ int sum_before(int count, int& total) {
-    const int lane = threadIdx.x % 32;
-    int until = count;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, until, distance);
-      if (lane >= distance) until += other;
-    }
+    const int until = inclusive_sum_of_warp(count);
     const int begin = total + until - count;
     total += __shfl_sync(~0u, until, 31);
     return begin;

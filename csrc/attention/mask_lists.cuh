@@ -13,6 +13,8 @@
 
 namespace flashattn3 {
 
+enum BlockKind : uint32_t { kHiddenBlock, kPartialBlock, kFullBlock };
+
 // The blocks of a work tile's rows.
 struct ListedBlocks {
   const int32_t* entries;    // of its list
@@ -137,16 +139,16 @@ struct ThreadBits {
     return bits;
   }
 
-  // kinds: two bits for each block (joined_lists.cuh). tiles: as above, tile_bytes apart.
+  // kinds: two bits for each block, a BlockKind. tiles: as above, tile_bytes apart.
   static __device__ __forceinline__ ThreadBits of_kinds(uint32_t kinds, const uint8_t* tiles,
                                                         int tile_bytes) {
     ThreadBits bits;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if ((kinds >> 2 * i & 3) == 1) {
+      if ((kinds >> 2 * i & 3) == kPartialBlock) {
         bits.load(i, tiles + i * tile_bytes);
       } else {
-        bits.fill(i, kinds >> 2 * i & 2 ? ~0u : 0u);
+        bits.fill(i, kinds >> 2 * i & kFullBlock ? ~0u : 0u);
       }
     }
     return bits;

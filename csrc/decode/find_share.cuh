@@ -5,6 +5,7 @@
 
 #include "decode/traits.cuh"
 #include "decode/work_share.cuh"
+#include "ptx/warp_sum.cuh"
 
 namespace flashattn3::decode {
 
@@ -13,11 +14,7 @@ namespace flashattn3::decode {
 template <int kWarps>
 __device__ __forceinline__ int inclusive_sum(int x, int (&warp_sums)[kWarps], int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int before = __shfl_up_sync(~0u, x, distance);
-    if (lane >= distance) x += before;
-  }
+  x = inclusive_sum_of_warp(x);
   if (lane == 31) warp_sums[warp] = x;
   __syncthreads();
   total = 0;

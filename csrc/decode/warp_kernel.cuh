@@ -13,6 +13,7 @@
 #include "decode/warp_results.cuh"
 #include "decode/warp_traits.cuh"
 #include "ptx/pdl.cuh"
+#include "ptx/warp_sum.cuh"
 
 namespace flashattn3::decode {
 
@@ -153,12 +154,7 @@ class WarpKernel {
     // are rounded down exceeds the CTAs by it.
     const float per_block = static_cast<float>(num_ctas - args_.batch) * (1.f + 0x1p-16f) / total;
     const int mine = lane < args_.batch ? 1 + static_cast<int>(n_blocks * per_block) : 0;
-    int end = mine;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int before = __shfl_up_sync(~0u, end, distance);
-      if (lane >= distance) end += before;
-    }
+    const int end = inclusive_sum_of_warp(mine);
     const uint32_t later = __ballot_sync(~0u, cta < end);
     const int batch_idx = __ffs(later) - 1;  // -1: none
     if (lane != max(batch_idx, 0)) return;

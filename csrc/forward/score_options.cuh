@@ -96,18 +96,16 @@ class ScoreOptions : protected ConsumerPipeline<kConfig, Storage> {
       this->wait_for_k(kv);
     }
   }
-  // Past the V stage that the walk passed before this block.
+  // Past the V stage that the walk passed before this block. kv_: at the stage before it.
   __device__ __forceinline__ void pass_v(const Walk& at) {
     if constexpr (Traits::kJoined) {
       if (!at.has_passed) return;
       this->kv_.advance();
-      this->wait_for_v(this->kv_);
-      __syncwarp();
-      this->release_v(this->kv_);
+      this->skip_v(1);
     }
   }
 
-  // Whether a block, or with lists each of a stage, is seen by all rows.
+  // Whether all rows see all keys of a block or, with joined lists, of each block of a stage.
   static __device__ __forceinline__ bool is_full(const Walk& at) {
     if constexpr (Traits::kJoined) {
       return at.kinds == kAllFull<kStageBlocks>;
